@@ -1,0 +1,1548 @@
+"""Train a GPT with a hashed n-gram memory to a target validation loss in the least wall-clock time.
+
+    python train_gpt.py                                        one process, the `cpu` track
+    torchrun --standalone --nproc_per_node=8 train_gpt.py      one process a GPU, the `fineweb` track
+    python train_gpt.py --help                                 every flag with its default
+
+The file reads top to bottom as a token travels: config, ranks, tokens, n-gram table, layers, model, update rules, optimizer,
+schedules, evaluation, log, training, main. Importing it does nothing.
+"""
+from __future__ import annotations
+
+import argparse
+import base64
+import ctypes
+import fnmatch
+import hashlib
+import json
+import math
+import mmap
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class UserError(Exception):
+    """A fault that the user can mend. The message names the thing, what was found, what was expected, and the remedy."""
+
+
+# =====================================================================================================================
+# Config: every size and switch of a run. One frozen dataclass; the command line is made from its fields.
+# =====================================================================================================================
+
+def flag(default, text: str):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Config:
+    # run
+    track: str = flag("auto", "preset: cpu or fineweb; auto takes fineweb where there is a GPU")
+    device: str = flag("auto", "cpu or cuda; auto takes cuda where there is one")
+    seed: int = flag(0, "seed of the weights; the data and the sign patterns never depend on it")
+    run_id: str = flag("", "name of the log file; empty makes one of the date and the seed")
+    out: str = flag("logs", "folder of the log")
+    dry_run: bool = flag(False, "print the plan (parameters, memory, tokens, exchange) and stop")
+    table_report: bool = flag(False, "print how the run's tokens fill the n-gram table and stop, without training")
+    compile: bool = flag(False, "torch.compile the model (on by default in the fineweb track)")
+    warmup_steps: int = flag(2, "untimed steps before the clock starts; all they change is put back")
+    timeout_s: int = flag(600, "seconds after which a collective whose partner is gone ends the run")
+    # data
+    data: str = flag("data/torch_source", "folder of *_train_*.bin and *_val_*.bin shards")
+    epochs: int = flag(1, "how often the train shards may be read through")
+    spread_rows: bool = flag(True, "take rows from all over the data in a fixed order, for unshuffled documents")
+    seq_len: int = flag(256, "tokens a row")
+    batch_tokens: int = flag(8192, "tokens a step over all ranks")
+    micro_batch_tokens: int = flag(0, "tokens a rank holds in memory at once; 0: its whole share of a step")
+    # evaluation
+    val_tokens: int = flag(131_072, "validation tokens, whatever the number of ranks")
+    val_every: int = flag(50, "steps between evaluations; 0: only at the end")
+    target_loss: float = flag(3.40, "validation loss in nats a token that the run is to reach")
+    sample: str = flag("", "text to continue after the last evaluation; empty starts a document")
+    sample_tokens: int = flag(96, "tokens of text to print after the last evaluation")
+    # model
+    layers: int = flag(4, "blocks")
+    model_dim: int = flag(256, "width of the residual stream")
+    heads: int = flag(4, "attention heads; model_dim / heads is even")
+    rotary_base: float = flag(10_000.0, "base of the rotary frequencies")
+    head_chunk_tokens: int = flag(1024, "tokens whose logits exist at once")
+    # n-gram table
+    ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table")
+    ngram_dim: int = flag(256, "width of a row, at most model_dim")
+    ngram_orders: tuple = flag((2, 3), "orders of the hashed n-grams")
+    ngram_split: tuple = flag((), "shares of the rows by order, e.g. 1,3; empty: equal")
+    ngram_signs: int = flag(8192, "sign patterns in the pool; 0: no signs")
+    ngram_dtype: str = flag("bfloat16", "type of the rows: bfloat16 or float32")
+    ngram_second_moment: str = flag("row", "second moment of the row-sparse Adam: one a row, or one an element")
+    ngram_lr: float = flag(0.56, "learning rate of the table before the schedule")
+    ngram_beta2: float = flag(0.95, "decay of the table's second moment an update")
+    ngram_wd: float = flag(0.014, "weight decay of the table, only where it agrees with the update")
+    ngram_update_every: int = flag(1, "steps whose gradients add up to one table update")
+    # optimizer
+    steps: int = flag(200, "optimizer steps")
+    muon_lr: float = flag(0.023, "learning rate of the matrices (Muon)")
+    muon_momentum: float = flag(0.95, "Nesterov momentum of Muon, reached from 0.85")
+    muon_momentum_steps: int = flag(300, "steps over which the momentum rises")
+    adam_lr: float = flag(0.008, "learning rate of everything else (Adam), times the multiplier in RULES")
+    adam_beta1: float = flag(0.8, "first-moment decay of Adam")
+    adam_beta2: float = flag(0.95, "second-moment decay of Adam")
+    weight_decay: float = flag(0.0, "decoupled weight decay, times lr, times the multiplier in RULES")
+    cooldown: float = flag(0.6, "last fraction of the steps over which the learning rate falls")
+    final_lr: float = flag(0.0, "learning rate at the last step as a fraction of the highest")
+
+    def __post_init__(self):
+        def need(ok: bool, name: str, expected: str):
+            if not ok:
+                raise UserError(f"--{name}: found {getattr(self, name)!r}, expected {expected}")
+
+        for name in ("steps", "seq_len", "batch_tokens", "val_tokens", "layers", "model_dim", "heads", "head_chunk_tokens",
+                     "ngram_update_every", "epochs", "timeout_s"):
+            need(getattr(self, name) >= 1, name, "at least 1")
+        for name in ("micro_batch_tokens", "val_every", "sample_tokens", "ngram_rows", "ngram_signs", "warmup_steps"):
+            need(getattr(self, name) >= 0, name, "0 or more")
+        for name in ("batch_tokens", "val_tokens", "micro_batch_tokens"):
+            need(getattr(self, name) % self.seq_len == 0, name, f"a multiple of --seq_len={self.seq_len}")
+        need(self.track in ("auto", *TRACKS), "track", "one of " + ", ".join(TRACKS))
+        need(self.model_dim % (2 * self.heads) == 0, "heads", f"a divisor of --model_dim={self.model_dim} with an even quotient")
+        need(0 <= self.cooldown <= 1, "cooldown", "a fraction from 0 to 1")
+        need(self.ngram_dtype in ("bfloat16", "float32"), "ngram_dtype", "bfloat16 or float32")
+        need(self.ngram_second_moment in ("row", "element"), "ngram_second_moment", "row or element")
+        need(1 <= self.ngram_dim <= self.model_dim, "ngram_dim", f"1 to --model_dim={self.model_dim}")
+        need(0 <= self.ngram_beta2 < 1, "ngram_beta2", "0 <= beta2 < 1")
+        orders = self.ngram_orders
+        need(len(orders) > 0 and len(set(orders)) == len(orders) and set(orders) <= set(ROW_MULTIPLIERS), "ngram_orders",
+             "different orders out of " + ",".join(map(str, ROW_MULTIPLIERS)))
+        need(len(self.ngram_split) in (0, len(orders)) and all(w > 0 for w in self.ngram_split), "ngram_split",
+             f"one positive whole number for each of the {len(orders)} orders")
+        need(self.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
+        if self.ngram_rows:
+            smallest = min(hi - lo for lo, hi in channel_bounds(self))
+            need(smallest >= 2, "ngram_rows", f"at least 2 rows an order, of which one is reserved (the smallest has {smallest})")
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_tokens // self.seq_len
+
+    @property
+    def cycles(self) -> int:
+        """Table-update cycles of the run; the last one may be shorter than `ngram_update_every` steps."""
+        return -(-self.steps // self.ngram_update_every)
+
+
+TRACKS = {
+    "cpu": {},  # the defaults above
+    "fineweb": dict(
+        data="data/fineweb10B", spread_rows=False, compile=True, warmup_steps=3, seq_len=2048, batch_tokens=393_216,
+        micro_batch_tokens=49_152, val_tokens=10_485_760, val_every=125, target_loss=3.28, sample_tokens=0, layers=11,
+        model_dim=768, heads=6, head_chunk_tokens=8192, ngram_rows=84_602_880, ngram_dim=768, ngram_update_every=2, steps=1600,
+    ),
+}
+
+
+def parse_args(argv: list[str]) -> Config:
+    """Command line to Config: `--flag=value`, `--flag value`, dash or underscore, `--flag`/`--no_flag` for booleans.
+
+    The track's preset stands below the flags. An unknown flag or a bad value ends the process with status 2 and its name.
+    """
+    parser = argparse.ArgumentParser(prog="train_gpt.py", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    kinds = {bool: parse_bool, tuple: parse_ints}
+    for f in fields(Config):
+        kind = type(f.default)
+        text = f"{f.metadata['help']} (default {','.join(map(str, f.default)) if kind is tuple else f.default})"
+        more = dict(nargs="?", const=True) if kind is bool else {}
+        parser.add_argument(f"--{f.name}", type=kinds.get(kind, kind), default=argparse.SUPPRESS, help=text.replace("%", "%%"),
+                            metavar=kind.__name__.upper(), **more)
+        if kind is bool:
+            parser.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", default=argparse.SUPPRESS,
+                                help=argparse.SUPPRESS)
+    given = vars(parser.parse_args([underscored(a) for a in argv]))
+    device = given.get("device", "auto")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    track = given.get("track", "auto")
+    if track == "auto":
+        track = "fineweb" if device.startswith("cuda") else "cpu"
+    if track not in TRACKS:
+        parser.error(f"argument --track: found {track!r}, expected one of {', '.join(TRACKS)}")
+    try:
+        return Config(**(TRACKS[track] | given | dict(device=device, track=track)))
+    except UserError as error:
+        parser.error(str(error))
+
+
+def underscored(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
+
+
+def parse_bool(text: str) -> bool:
+    values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected true or false")
+    return values[text.lower()]
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.strip("()[] ").split(",") if part.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected whole numbers with commas between") from None
+
+
+# =====================================================================================================================
+# Ranks: who this process is among the others. Plain `python` is a world of one, and runs the same code.
+# =====================================================================================================================
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    loader_group: dist.ProcessGroup  # gloo; used by the loader's thread alone, so that its collectives never meet training's
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, count: int, rank: int | None = None) -> tuple[int, int]:
+        """[first, last) of `count` things that belong to a rank (default: this one); uneven and empty shares are fine."""
+        rank = self.rank if rank is None else rank
+        return rank * count // self.size, (rank + 1) * count // self.size
+
+
+@contextmanager
+def join_world(config: Config):
+    """Join torchrun's processes, or make a world of one; yields World and leaves the process group at the end."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    device, backend = torch.device("cpu"), "gloo"
+    if config.device.startswith("cuda"):
+        found = torch.cuda.device_count()
+        if local_rank >= found:
+            raise UserError(f"--device={config.device}: found {found} GPUs, expected one for each of the {local_size} processes "
+                            f"of this host; start fewer with --nproc_per_node={max(found, 1)}, or use --device=cpu")
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    elif config.device != "cpu":
+        raise UserError(f"--device: found {config.device!r}, expected cpu or cuda")
+    where = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s), **where)
+    try:
+        loader_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+        yield World(rank, size, local_size, device, loader_group)
+    finally:
+        dist.destroy_process_group()
+
+
+def agree(world: World, error: UserError | None) -> None:
+    """Raise on all ranks if any rank brings an error, so that none goes on alone; the lowest rank's message is told."""
+    errors = [None] * world.size
+    dist.all_gather_object(errors, None if error is None else str(error))
+    for message in errors:
+        if message is not None:
+            raise UserError(message)
+
+
+def exchange_rows(send: Tensor, send_counts: list[int], recv_counts: list[int], pieces: int, world: World,
+                  group: dist.ProcessGroup | None = None) -> Tensor:
+    """All-to-all of rows. send [sum(send_counts), ...] lies grouped by receiver; returns [sum(recv_counts), ...] by sender.
+
+    `pieces`, equal on all ranks, cuts wide rows by columns so that no message exceeds what a backend can count in 32 bits.
+    """
+    if world.size == 1:  # nothing to send
+        return send
+    received = send.new_empty(sum(recv_counts), *send.shape[1:])
+    if pieces == 1:
+        dist.all_to_all_single(received, send, recv_counts, send_counts, group=group)
+        return received
+    for columns in torch.arange(send.shape[1]).tensor_split(pieces):
+        cut = slice(int(columns[0]), int(columns[-1]) + 1)
+        part = received.new_empty(received.shape[0], len(columns))
+        dist.all_to_all_single(part, send[:, cut].contiguous(), recv_counts, send_counts, group=group)
+        received[:, cut] = part
+    return received
+
+
+# =====================================================================================================================
+# Tokens: shards on disk -> one stream of rows -> batches, prepared by a background thread some steps ahead.
+# =====================================================================================================================
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+GPT2_VOCAB_SIZE, GPT2_DOC_START = 50257, 50256
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One token file: 256 int32 of header (magic, version, tokens, vocabulary size, document-start token), then uint16."""
+    path: Path
+    num_tokens: int
+    vocab_size: int
+    doc_start: int
+
+    def tokens(self) -> np.ndarray:
+        """uint16 [num_tokens], mapped read-only from the file."""
+        return np.memmap(self.path, dtype=np.uint16, mode="r", offset=SHARD_HEADER_BYTES, shape=(self.num_tokens,))
+
+    def check_ids(self) -> None:
+        """Read the whole file once; raise UserError where an id is not below the vocabulary size."""
+        for start in range(0, self.num_tokens, 1 << 24):
+            largest = int(read_tokens(self, start, min(1 << 24, self.num_tokens - start)).max())
+            if largest >= self.vocab_size:
+                raise UserError(f"{self.path}: found token id {largest}, expected ids below its vocabulary size "
+                                f"{self.vocab_size}; it was made with another tokenizer or is damaged: make it anew")
+
+
+def open_shard(path: str | Path) -> Shard:
+    """Read and check a shard's header and size. Raises UserError with path, found and expected."""
+    path = Path(path)
+    size = path.stat().st_size
+    if size < SHARD_HEADER_BYTES:
+        raise UserError(f"{path}: found {size} bytes, expected at least the {SHARD_HEADER_BYTES} of a shard header; "
+                        f"delete it and fetch or make it again")
+    header = np.fromfile(path, dtype=np.int32, count=256)
+    if (header[0], header[1]) != (SHARD_MAGIC, SHARD_VERSION):
+        raise UserError(f"{path}: found magic {header[0]} version {header[1]}, expected {SHARD_MAGIC} version "
+                        f"{SHARD_VERSION}; this is not a token shard")
+    num_tokens = int(header[2])
+    if num_tokens <= 0 or size != SHARD_HEADER_BYTES + 2 * num_tokens:
+        raise UserError(f"{path}: found {size} bytes, expected {SHARD_HEADER_BYTES + 2 * num_tokens} for the {num_tokens} "
+                        f"tokens its header promises; it is cut short or damaged: fetch or make it again")
+    vocab_size = int(header[3]) or GPT2_VOCAB_SIZE
+    doc_start = int(header[4]) if header[3] else GPT2_DOC_START
+    if not 0 <= doc_start < vocab_size <= 1 << 16:
+        raise UserError(f"{path}: found vocabulary size {vocab_size} and document-start token {doc_start}, expected "
+                        f"0 <= document start < vocabulary size <= 65536; the header is damaged: make it again")
+    return Shard(path, num_tokens, vocab_size, doc_start)
+
+
+def read_tokens(shard: Shard, first: int, count: int) -> np.ndarray:
+    """uint16 [count] from position `first`; read, not mapped, so that memory does not grow with the data."""
+    tokens = np.fromfile(shard.path, dtype=np.uint16, count=count, offset=SHARD_HEADER_BYTES + 2 * first)
+    if len(tokens) != count:
+        raise UserError(f"{shard.path}: found {len(tokens)} tokens from {first} on, expected {count}; it changed during the run")
+    return tokens
+
+
+class TokenStream:
+    """Shards one behind the other, cut into rows of seq_len inputs and the token behind each (targets).
+
+    Row i of the stream is tokens [i * seq_len, (i + 1) * seq_len] of the data. With `spread` the rows come in golden-ratio
+    order instead: any few consecutive ones lie evenly over the whole data, which stands in for a shuffle of long documents.
+    """
+
+    def __init__(self, shards: list[Shard], seq_len: int, spread: bool):
+        self.shards, self.seq_len = shards, seq_len
+        self.ends = np.cumsum([shard.num_tokens for shard in shards])
+        self.num_tokens = int(self.ends[-1])
+        self.num_rows = (self.num_tokens - 1) // seq_len  # the last input needs a target too
+        self.stride = golden_stride(self.num_rows) if spread else 1
+
+    def read(self, first: int, count: int) -> Tensor:
+        """int64 [count, seq_len + 1]: rows first.. of the stream, which starts over at its end."""
+        rows = np.empty((count, self.seq_len + 1), np.int64)  # uint16 has no modulo and no look-up in torch
+        for i in range(count):
+            row = (first + i) * self.stride % self.num_rows
+            rows[i] = self.read_span(row * self.seq_len, self.seq_len + 1)
+        return torch.from_numpy(rows)
+
+    def read_span(self, first: int, count: int) -> np.ndarray:
+        parts, index = [], int(np.searchsorted(self.ends, first, side="right"))
+        while count > 0:
+            shard = self.shards[index]
+            offset = first - (int(self.ends[index]) - shard.num_tokens)
+            part = read_tokens(shard, offset, min(count, shard.num_tokens - offset))
+            parts.append(part)
+            first, count, index = first + len(part), count - len(part), index + 1
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def golden_stride(num_rows: int) -> int:
+    """The number nearest above num_rows / golden ratio that has no factor in common with num_rows."""
+    stride = max(1, round(num_rows * (math.sqrt(5) - 1) / 2))
+    while math.gcd(stride, num_rows) != 1:
+        stride += 1
+    return stride
+
+
+@dataclass(frozen=True)
+class Dataset:
+    train: TokenStream
+    val: TokenStream
+    vocab_size: int
+    doc_start: int
+    fingerprints: dict  # of the train and the validation shards
+
+
+def open_dataset(config: Config, world: World) -> Dataset:
+    """Find, check and fingerprint the shards. Every id that the run can read is checked, each rank looking at its share."""
+    folder, found = Path(config.data), {}
+    for split in ("train", "val"):
+        paths = sorted(folder.glob(f"*_{split}_*.bin"))
+        if not paths:
+            raise UserError(f"{folder}: found no *_{split}_*.bin, expected token shards; make them with `python data/text.py` "
+                            f"(or `python data/fineweb.py` for the fineweb track), or name their folder with --data")
+        found[split] = [open_shard(path) for path in paths]
+    shards = found["train"] + found["val"]
+    first = shards[0]
+    for shard in shards:
+        if (shard.vocab_size, shard.doc_start) != (first.vocab_size, first.doc_start):
+            raise UserError(f"{shard.path}: found vocabulary size {shard.vocab_size} and document start {shard.doc_start}, "
+                            f"expected {first.vocab_size} and {first.doc_start} as in {first.path}; keep one data set a folder")
+    train = TokenStream(found["train"], config.seq_len, config.spread_rows)
+    val = TokenStream(found["val"][:1], config.seq_len, config.spread_rows)  # by name: the first, however many were fetched
+    check_enough_tokens(config, train, val)
+    error = None
+    try:
+        for shard in shards[world.rank::world.size]:
+            shard.check_ids()
+    except UserError as caught:
+        error = caught
+    agree(world, error)
+    fingerprints = {split: fingerprint(found[split]) for split in found}
+    return Dataset(train, val, first.vocab_size, first.doc_start, fingerprints)
+
+
+def check_enough_tokens(config: Config, train: TokenStream, val: TokenStream) -> None:
+    folder = Path(config.data)
+    needed = config.steps * config.batch_tokens + 1
+    if config.steps * config.rows_per_step > train.num_rows * config.epochs:
+        more = f"--epochs={-(-config.steps * config.rows_per_step // max(1, train.num_rows))}"
+        raise UserError(f"{folder}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps of "
+                        f"{config.batch_tokens:,}; fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
+                        f"run fewer --steps, or read them again with {more}")
+    if config.val_tokens > val.num_rows * config.seq_len:
+        raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected {config.val_tokens + 1:,}; "
+                        f"use --val_tokens={val.num_rows * config.seq_len} or make a larger validation shard")
+
+
+def fingerprint(shards: list[Shard]) -> str:
+    """16 hex digits of the shards' names, headers and sizes, and of 64 spans of 1,024 tokens spread over each."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(f"{shard.path.name} {shard.num_tokens} {shard.vocab_size} {shard.doc_start}".encode())
+        width = min(1024, shard.num_tokens)
+        for i in range(64):
+            digest.update(read_tokens(shard, i * (shard.num_tokens - width) // 63, width).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass
+class Batch:
+    """One rank's part of a step in M micro-batches of B rows; padding rows have target -1 and one segment a token."""
+    tokens: Tensor  # int64 [M, B, seq_len]
+    targets: Tensor  # int64 [M, B, seq_len]
+    starts: Tensor  # bool [M, B, seq_len]: a segment begins here
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(to_device(t, device) for t in (self.tokens, self.targets, self.starts)))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int) -> Batch:
+    """rows int64 [n, seq_len + 1] -> Batch of ceil(count / micro_rows) micro-batches, the missing rows padded.
+
+    A segment begins at each document start and at each row's first token; nothing of a row depends on another row.
+    """
+    micro_batches = -(-count // micro_rows)
+    missing = micro_batches * micro_rows - len(rows)
+    tokens = F.pad(rows[:, :-1], (0, 0, 0, missing), value=doc_start)
+    targets = F.pad(rows[:, 1:], (0, 0, 0, missing), value=-1)
+    starts = tokens == doc_start
+    starts[:, 0] = True
+    return Batch(*(t.reshape(micro_batches, micro_rows, -1) for t in (tokens, targets, starts)))
+
+
+def rank_batch(stream: TokenStream, first_row: int, num_rows: int, micro_rows: int, doc_start: int, world: World) -> Batch:
+    """This rank's slice of rows [first_row, first_row + num_rows) of the stream; all ranks get as many micro-batches."""
+    first, last = world.share(num_rows)
+    largest_share = -(-num_rows // world.size)
+    return make_batch(stream.read(first_row + first, last - first), largest_share, min(micro_rows, largest_share), doc_start)
+
+
+class Loader:
+    """Calls prepare(0), prepare(1), ... in one background thread, `ahead` calls before they are asked for.
+
+    What is asked for next is decided by the training thread alone. So all ranks ask for the same, the collectives inside
+    `prepare` always find their partners, and an early stop leaves nobody waiting.
+    """
+
+    def __init__(self, prepare, first: int, last: int, ahead: int = 4):
+        self.prepare, self.next_call, self.last, self.ahead = prepare, first, last, ahead
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self.pending = deque()
+        self.wait_s = 0.0
+        self.submit()
+
+    def submit(self) -> None:
+        while len(self.pending) < self.ahead and self.next_call < self.last:
+            self.pending.append(self.pool.submit(self.prepare, self.next_call))
+            self.next_call += 1
+
+    def next(self):
+        began = time.perf_counter()
+        result = self.pending.popleft().result()
+        self.wait_s += time.perf_counter() - began
+        self.submit()
+        return result
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=True)
+
+
+# =====================================================================================================================
+# N-gram table: rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
+# Its seams: addressing (ngram_addresses), storage (zeros_where_touched), read (NgramTable.read), update (row_adam_update).
+# =====================================================================================================================
+
+# Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are record 92's.
+ROW_MULTIPLIERS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (52951, 22277, 64033, 31393)}
+SIGN_MULTIPLIERS = {2: (48271, 30011), 3: (58699, 39779, 26801), 4: (40009, 61027, 20897, 33601)}
+SIGN_POOL_SEED = 20260905  # never the run's seed
+ADAM_EPS = 1e-10
+MAX_MESSAGE_BYTES = 1 << 30  # NCCL and gloo count a message in 32 bits somewhere; stay well below
+
+
+def channel_bounds(config: Config) -> list[tuple[int, int]]:
+    """[first, last) row of each order's channel; the last row of each is reserved for positions without history."""
+    shares = config.ngram_split or (1,) * len(config.ngram_orders)
+    cuts = [config.ngram_rows * sum(shares[:c]) // sum(shares) for c in range(len(shares) + 1)]
+    return list(zip(cuts, cuts[1:]))
+
+
+def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """Row and sign-pattern numbers of every position's n-grams.
+
+    tokens int64 [T], ids below 2^16; segment_starts bool [T], where position 0 counts as a start. Returns (rows, signs), both
+    int64 [C, T] with C orders. The n-gram at t ends with tokens[t] and reads nothing before its segment. Exact integers.
+    """
+    position = torch.arange(len(tokens), device=tokens.device)
+    begins = torch.where(segment_starts, position, 0).cummax(0).values if len(tokens) else position
+    predecessors = position - begins
+    rows, signs = [], []
+    for order, (low, high) in zip(config.ngram_orders, channel_bounds(config)):
+        row_hash, sign_hash = torch.zeros_like(tokens), torch.zeros_like(tokens)
+        for back, (row_factor, sign_factor) in enumerate(zip(ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order])):
+            token = tokens.roll(back)  # what it wraps around is masked below
+            row_hash ^= row_factor * token
+            sign_hash ^= sign_factor * token
+        complete = predecessors >= order - 1
+        rows.append(torch.where(complete, low + row_hash % (high - low - 1), high - 1))
+        signs.append(torch.where(complete, sign_hash % max(1, config.ngram_signs), 0))
+    return torch.stack(rows), torch.stack(signs)
+
+
+def sign_pool(config: Config, dtype: torch.dtype) -> Tensor:
+    """[signs, ngram_dim] of +-1, the same on every rank, world size and seed; a single pattern of +1 where signs is 0."""
+    if config.ngram_signs == 0:
+        return torch.ones(1, config.ngram_dim, dtype=dtype)
+    generator = torch.Generator().manual_seed(SIGN_POOL_SEED)
+    bits = torch.randint(0, 2, (config.ngram_signs, config.ngram_dim), generator=generator, dtype=torch.int8)
+    return (2 * bits - 1).to(dtype)
+
+
+def zeros_where_touched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on the CPU take memory only in the pages that are touched, so that a table may exceed the machine's."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    no_reserve = {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0)  # mmap names MAP_NORESERVE from Python 3.13 on
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would take 2 MiB for a row of 1.5 KiB
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def sort_unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n] below 2^31 -> (sorted unique ids, int64 [n] index of each id among them).
+
+    One in-place sort of (id, position) packed in 64 bits: numpy sorts that several times faster than np.unique would.
+    """
+    packed = ids << 32 | np.arange(len(ids))
+    packed.sort()
+    order, ids = packed & 0xFFFFFFFF, packed >> 32
+    first = np.ones(len(ids), bool)
+    first[1:] = ids[1:] != ids[:-1]
+    slots = np.empty(len(ids), np.int64)
+    slots[order] = np.cumsum(first) - 1
+    return ids[first], slots
+
+
+def row_adam_update(rows: Tensor, grads: Tensor, second: Tensor, last: Tensor, update: int, lr: float, beta2: float,
+                    wd: float) -> tuple[Tensor, Tensor]:
+    """Adam with beta1 = 0 for the touched rows of a table (record 92's rule); what a row missed is paid when it comes again.
+
+    rows, grads float32 [n, dim]; second float32 [n] (one number a row) or [n, dim]; last int32 [n], the update (from 1) at which
+    the row was last touched, 0 for never; update, this one's number. Returns the new (rows, second). Decay acts only on
+    elements whose update and weight have the same sign. Equals the eager rule over the whole table.
+    """
+    owed = torch.pow(beta2, (update - last).float())
+    if second.dim() == 1:
+        square = torch.linalg.vecdot(grads, grads) / grads.shape[1]
+    else:
+        square, owed = grads.square(), owed[:, None]
+    second = torch.addcmul(square * (1 - beta2), owed, second)
+    step_size = lr * math.sqrt(1 - beta2**update) / (second.sqrt() + ADAM_EPS)
+    change = grads * (step_size[:, None] if step_size.dim() == 1 else step_size)
+    if wd:
+        change = torch.addcmul(change, rows, (change * rows > 0).float(), value=lr * wd)
+    return rows - change, second
+
+
+@dataclass
+class Cycle:
+    """What one rank must know to read the table for the U steps of an update cycle, and to serve and update its shard.
+
+    Made ahead on the CPU from tokens alone. Row numbers within a shard are local; "served" rows lie grouped by asking rank,
+    each group sorted; T is the rank's tokens a step, padding included.
+    """
+    slots: Tensor  # int64 [U, C, T]: index of each read among the rank's own unique rows of the cycle
+    signs: Tensor  # int64 [U, C, T]
+    ask_counts: list[int]  # [W]: unique rows this rank reads from each owner
+    serve_counts: list[int]  # [W]: rows each rank reads from this one
+    served: Tensor  # int64 [sum(serve_counts)]
+    owned: Tensor  # int64 [u]: sorted unique of `served`
+    owned_slots: Tensor  # int64 [sum(serve_counts)]: index of each served row in `owned`
+    blocks: list[list[tuple[int, int]]]  # for each block of `owned`, each rank's range of served rows that fall into it
+    pieces: int  # messages that a rank's rows are sent in
+
+    def to(self, device: torch.device) -> "Cycle":
+        moved = {name: to_device(getattr(self, name), device) for name in ("slots", "signs", "served", "owned", "owned_slots")}
+        return replace(self, **moved)
+
+
+class NgramTable:
+    """A rank's shard of the table with the state of its row-sparse Adam, and the exchange of rows with the other ranks."""
+
+    def __init__(self, config: Config, world: World, read_dtype: torch.dtype):
+        self.config, self.world, self.read_dtype = config, world, read_dtype
+        self.first_row, last_row = world.share(config.ngram_rows)
+        self.num_rows = last_row - self.first_row
+        self.owner_cuts = np.array([world.share(config.ngram_rows, rank)[1] for rank in range(world.size)])
+        # Blocks keep temporaries in the CPU's cache; a GPU wants everything in few launches.
+        self.block = 1024 if world.device.type == "cpu" else 1 << 18
+        self.max_message_bytes = MAX_MESSAGE_BYTES
+        dtype, dim = getattr(torch, config.ngram_dtype), config.ngram_dim
+        self.rows = zeros_where_touched((self.num_rows, dim), dtype, world.device)
+        second_shape = (self.num_rows,) if config.ngram_second_moment == "row" else (self.num_rows, dim)
+        self.second = zeros_where_touched(second_shape, torch.float32, world.device)
+        self.last = zeros_where_touched((self.num_rows,), torch.int32, world.device)
+        self.pool = sign_pool(config, dtype).to(world.device)
+        self.updates = 0
+
+    # -- planning: in the loader's thread, on the CPU ---------------------------------------------------------------
+
+    def plan(self, batches: list[Batch], group: dist.ProcessGroup | None = None) -> Cycle:
+        """Addresses, routes and counts of a cycle's batches. A collective of all ranks over `group` (gloo)."""
+        addresses = [ngram_addresses(b.tokens.flatten(), b.starts.flatten(), self.config) for b in batches]
+        rows, signs = (torch.stack(parts) for parts in zip(*addresses))
+        asked, slots = sort_unique(rows.flatten().numpy())
+        ends = np.searchsorted(asked, self.owner_cuts)
+        ask_counts = torch.from_numpy(np.diff(ends, prepend=0))
+        counts = torch.empty(self.world.size**2, dtype=torch.int64)
+        dist.all_gather_single(counts, ask_counts, group=group)
+        counts = counts.view(self.world.size, self.world.size)  # [asking rank, owner]
+        serve_counts = counts[:, self.world.rank].tolist()
+        asked = torch.from_numpy(asked)
+        served = exchange_rows(asked, ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
+        owned, owned_slots = sort_unique(served.numpy())
+        heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_dim * 4
+        return Cycle(torch.from_numpy(slots).view(rows.shape), signs, ask_counts.tolist(), serve_counts, served,
+                     torch.from_numpy(owned), torch.from_numpy(owned_slots), self.cut_blocks(owned_slots, len(owned), serve_counts),
+                     pieces=min(self.config.ngram_dim, max(1, -(-heaviest // self.max_message_bytes))))
+
+    def cut_blocks(self, owned_slots: np.ndarray, owned: int, serve_counts: list[int]) -> list[list[tuple[int, int]]]:
+        edges = np.append(np.arange(0, owned, self.block), owned)
+        ranges, begin = [], 0
+        for count in serve_counts:
+            cuts = begin + np.searchsorted(owned_slots[begin:begin + count], edges)
+            ranges.append(list(zip(cuts.tolist(), cuts[1:].tolist())))
+            begin += count
+        return [list(of_ranks) for of_ranks in zip(*ranges)]
+
+    # -- reading and updating: in the training thread -------------------------------------------------------------------
+
+    def fetch(self, cycle: Cycle) -> Tensor:
+        """The rank's unique rows of a cycle, [n, dim] in the table's type, from their owners. A collective."""
+        served = self.rows.index_select(0, cycle.served)
+        return exchange_rows(served, cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
+
+    def read(self, fetched: Tensor, slots: Tensor, signs: Tensor) -> Tensor:
+        """slots, signs int64 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
+        out = torch.zeros(slots.shape[1], fetched.shape[1], dtype=self.read_dtype, device=fetched.device)
+        for low in range(0, len(out), self.block):
+            cut = slice(low, low + self.block)
+            for slot, sign in zip(slots, signs):
+                out[cut] += fetched.index_select(0, slot[cut]).mul_(self.pool.index_select(0, sign[cut]))
+        return out
+
+    def add_grad(self, grads: Tensor, slots: Tensor, signs: Tensor, read_grad: Tensor) -> None:
+        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the fetched rows, in a fixed order of summation."""
+        read_grad = read_grad.float()
+        for low in range(0, len(read_grad), self.block):
+            cut = slice(low, low + self.block)
+            for slot, sign in zip(slots, signs):
+                grads.index_add_(0, slot[cut], read_grad[cut] * self.pool.index_select(0, sign[cut]))
+
+    def update(self, cycle: Cycle, grads: Tensor, lr: float) -> None:
+        """Send the rows' gradients to their owners, sum them rank by rank, and update the owned rows. A collective."""
+        self.updates += 1
+        received = exchange_rows(grads, cycle.ask_counts, cycle.serve_counts, cycle.pieces, self.world)
+        for block, ranges in enumerate(cycle.blocks):
+            low = block * self.block
+            ids = cycle.owned[low:low + self.block]
+            summed = torch.zeros(len(ids), grads.shape[1], device=grads.device)
+            for begin, end in ranges:
+                summed.index_add_(0, cycle.owned_slots[begin:end] - low, received[begin:end])
+            rows, second = row_adam_update(self.rows.index_select(0, ids).float(), summed, self.second.index_select(0, ids),
+                                           self.last.index_select(0, ids), self.updates, lr, self.config.ngram_beta2,
+                                           self.config.ngram_wd)
+            self.rows.index_copy_(0, ids, rows.to(self.rows.dtype))
+            self.second.index_copy_(0, ids, second)
+            self.last.index_fill_(0, ids, self.updates)
+
+    def touched(self, cycle: Cycle) -> tuple:
+        """A copy of all that an update with this cycle would change, for `put_back`."""
+        ids = cycle.owned
+        return ids, self.rows[ids], self.second[ids], self.last[ids], self.updates
+
+    def put_back(self, saved: tuple) -> None:
+        ids, self.rows[ids], self.second[ids], self.last[ids], self.updates = saved
+
+
+# =====================================================================================================================
+# Layers: rotary positions, attention that stays inside its segment, squared-ReLU MLP, and the loss.
+# =====================================================================================================================
+
+SOFTCAP = 23.0  # logits become 23 * sigmoid((logit + 5) / 7.5), as in recent speedrun records
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def rotary_table(seq_len: int, head_dim: int, base: float) -> Tensor:
+    """float32 [2, seq_len, head_dim / 2]: cosines and sines."""
+    frequency = base ** -(torch.arange(0, head_dim, 2) / head_dim)
+    angle = torch.arange(seq_len)[:, None] * frequency
+    return torch.stack((angle.cos(), angle.sin()))
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """x [B, H, L, D]; turns the pair (i, i + D/2) of each position by its angle."""
+    cos, sin = rotary[:, :x.shape[-2]].to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def segment_mask(starts: Tensor) -> Tensor:
+    """starts bool [B, L] -> bool [B, 1, L, L]: position q may look at k where k <= q lies in the same segment."""
+    segment = starts.cumsum(-1)
+    same = segment[:, :, None] == segment[:, None, :]
+    return same.tril()[:, None]
+
+
+class Block(nn.Module):
+    """Attention and MLP. Matrices are [out, in]; mlp_down is stored transposed, so that Muon stacks it with mlp_up."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        dim, self.heads = config.model_dim, config.heads
+        self.qkv = nn.Parameter(torch.empty(3, dim, dim))
+        self.attn_out = nn.Parameter(torch.zeros(dim, dim))
+        self.mlp_up = nn.Parameter(torch.empty(4 * dim, dim))
+        self.mlp_down = nn.Parameter(torch.zeros(4 * dim, dim))
+
+    def forward(self, x: Tensor, mask: Tensor, rotary: Tensor) -> Tensor:
+        x = x + self.attention(rms_norm(x), mask, rotary)
+        hidden = F.linear(rms_norm(x), self.mlp_up.to(x.dtype)).relu().square()
+        return x + hidden @ self.mlp_down.to(x.dtype)
+
+    def attention(self, x: Tensor, mask: Tensor, rotary: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        qkv = F.linear(x, self.qkv.flatten(0, 1).to(x.dtype))
+        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each [B, H, L, D]
+        q, k = rotate(rms_norm(q), rotary), rotate(rms_norm(k), rotary)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.linear(y.transpose(1, 2).reshape(batch, length, dim), self.attn_out.to(x.dtype))
+
+
+class SoftcappedLoss(torch.autograd.Function):
+    """Head, softcap and cross-entropy in chunks of tokens, gradients made in the same pass; logits never exist whole.
+
+    x [T, D], weight float32 [V, D], targets int64 [T] (-1: no loss) -> float32 sum of the losses in nats.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        loss = torch.zeros((), device=x.device)
+        head = weight.to(x.dtype)
+        training = ctx.needs_input_grad[0]
+        x_grad, weight_grad = (torch.empty_like(x), torch.zeros_like(weight)) if training else (None, None)
+        for low in range(0, len(x), chunk):
+            cut = slice(low, low + chunk)
+            counted = targets[cut, None] >= 0
+            index = targets[cut, None].clamp(min=0)
+            gate = F.linear(x[cut], head).float().add_(5).div_(7.5).sigmoid_()
+            probability = (gate * SOFTCAP).exp_()  # at most e^23, so no maximum need be taken off
+            total = probability.sum(-1, keepdim=True)
+            loss += ((total.log() - SOFTCAP * gate.gather(1, index)) * counted).sum()
+            if training:
+                grad = probability.div_(total)
+                grad.scatter_add_(1, index, torch.full_like(total, -1.0))
+                grad.mul_(gate).mul_(gate.neg_().add_(1)).mul_(counted * (SOFTCAP / 7.5))
+                grad = grad.to(x.dtype)
+                x_grad[cut] = grad @ head
+                weight_grad += grad.mT @ x[cut]
+        if training:
+            ctx.save_for_backward(x_grad, weight_grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx, loss_grad: Tensor):
+        x_grad, weight_grad = ctx.saved_tensors
+        return x_grad * loss_grad.to(x_grad.dtype), weight_grad * loss_grad, None, None
+
+
+# =====================================================================================================================
+# Model: a pre-norm GPT whose residual stream takes the n-gram memory and the token embedding in before every block.
+# =====================================================================================================================
+
+class GPT(nn.Module):
+    """Computes in `dtype` with float32 parameters. All weights depend on `seed` alone, not on device or rank."""
+
+    def __init__(self, config: Config, vocab_size: int, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        padded_vocab = -(-vocab_size // 64) * 64  # matrix units like round sizes; no target ever names the padding
+        self.embed = nn.Parameter(torch.empty(padded_vocab, config.model_dim))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.head = nn.Parameter(torch.zeros(padded_vocab, config.model_dim))
+        self.embed_scales = nn.Parameter(torch.zeros(config.layers))
+        if config.ngram_rows:
+            self.ngram_scales = nn.Parameter(torch.full((config.layers,), 0.05))
+        rotary = rotary_table(config.seq_len, config.model_dim // config.heads, config.rotary_base)
+        self.register_buffer("rotary", rotary, persistent=False)
+        self.init_weights(torch.Generator().manual_seed(config.seed))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.embed.normal_(generator=generator)
+        bound = (3 / self.config.model_dim) ** 0.5  # uniform of standard deviation 1 / sqrt(model_dim)
+        for block in self.blocks:
+            block.qkv.uniform_(-bound, bound, generator=generator)
+            block.mlp_up.uniform_(-bound, bound, generator=generator)
+
+    def hidden(self, tokens: Tensor, starts: Tensor, memory: Tensor | None) -> Tensor:
+        """tokens int64 [B, L], starts bool [B, L], memory [B, L, ngram_dim] -> [B, L, model_dim] before the head."""
+        mask = segment_mask(starts)
+        x = first = rms_norm(F.embedding(tokens, self.embed).to(self.dtype))
+        if memory is not None:
+            memory = F.pad(memory, (0, self.config.model_dim - memory.shape[-1]))
+        for i, block in enumerate(self.blocks):
+            x = x + self.embed_scales[i].to(x.dtype) * first
+            if memory is not None:
+                x = x + self.ngram_scales[i].to(x.dtype) * memory
+            x = block(x, mask, self.rotary)
+        return rms_norm(x)
+
+    def forward(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor) -> Tensor:
+        """Float32 sum of the losses, in nats, over the positions whose target int64 [B, L] is not -1."""
+        x = self.hidden(tokens, starts, memory)
+        return SoftcappedLoss.apply(x.flatten(0, 1), self.head, targets.flatten(), self.config.head_chunk_tokens)
+
+    def logits(self, tokens: Tensor, starts: Tensor, memory: Tensor | None) -> Tensor:
+        """Float32 [B, padded vocabulary] at the last position, for sampling."""
+        x = self.hidden(tokens, starts, memory)[:, -1]
+        return SOFTCAP * torch.sigmoid((F.linear(x, self.head.to(x.dtype)).float() + 5) / 7.5)
+
+
+# =====================================================================================================================
+# Update rules: pure functions of tensors. (The table's own rule, row_adam_update, stands with the table.)
+# =====================================================================================================================
+
+# Polar Express, arXiv:2505.16932: the best odd polynomials (a x + b x^3 + c x^5), one a step, for singular values from 1e-3 to 1.
+POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
+                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """[N, a, b] -> the nearest (semi-)orthogonal matrices, singular values near 1, by five Polar Express steps."""
+    x = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if matrices.shape[-2] <= matrices.shape[-1] else x.mT
+
+
+def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, lr: float, beta: float, wd: float) -> None:
+    """Muon with Nesterov momentum on a stack [N, a, b], in place; lr is scaled by sqrt(a / b) for tall matrices."""
+    momentum.lerp_(grads, 1 - beta)
+    change = orthogonalize(grads.lerp(momentum, beta))
+    if wd:
+        weights.mul_(1 - lr * wd)
+    weights.sub_(change, alpha=lr * max(1.0, weights.shape[-2] / weights.shape[-1]) ** 0.5)
+
+
+def adam_update(weights: Tensor, grads: Tensor, first: Tensor, second: Tensor, update: int, lr: float, beta1: float,
+                beta2: float, wd: float) -> None:
+    """AdamW in place on float32 tensors of one shape; update counts from 1."""
+    first.lerp_(grads, 1 - beta1)
+    second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
+    if wd:
+        weights.mul_(1 - lr * wd)
+    scale = second.div(1 - beta2**update).sqrt_().add_(ADAM_EPS)
+    weights.addcdiv_(first, scale, value=-lr / (1 - beta1**update))
+
+
+# =====================================================================================================================
+# Optimizer and its communication: parameters live in flat buffers; each rank updates its share of each buffer.
+# =====================================================================================================================
+
+@dataclass(frozen=True)
+class Rule:
+    kind: str  # "muon" or "adam"
+    lr: float = 1.0  # multiplies muon_lr or adam_lr
+    wd: float = 1.0  # multiplies weight_decay
+
+
+RULES = {  # parameter name pattern -> rule; exactly one must match each parameter
+    "blocks.*.qkv": Rule("muon"),
+    "blocks.*.attn_out": Rule("muon"),
+    "blocks.*.mlp_*": Rule("muon"),
+    "embed": Rule("adam"),
+    "head": Rule("adam"),
+    "*_scales": Rule("adam", wd=0.0),
+}
+
+
+def rule_of(name: str) -> tuple[str, Rule]:
+    matching = [(pattern, rule) for pattern, rule in RULES.items() if fnmatch.fnmatchcase(name, pattern)]
+    assert len(matching) == 1, f"parameter {name}: expected exactly one rule, found {[pattern for pattern, _ in matching]}"
+    return matching[0]
+
+
+class Bucket:
+    """Parameters that one rule updates together, as views into one flat buffer cut into equal shares of the ranks.
+
+    Muon's buckets hold matrices of one shape; a share is then a whole number of matrices, the last ones padding.
+    """
+
+    def __init__(self, rule: Rule, params: list[nn.Parameter], world: World):
+        self.rule, self.world = rule, world
+        unit = params[0].shape[-2:] if rule.kind == "muon" else ()
+        size = sum(p.numel() for p in params) // math.prod(unit)
+        self.share_shape = (-(-size // world.size), *unit)
+        self.share_size = math.prod(self.share_shape)
+        self.weights = torch.zeros(world.size * self.share_size, device=world.device)
+        self.grads = torch.zeros_like(self.weights)
+        offset = 0
+        for p in params:
+            for flat, attribute in ((self.weights, "data"), (self.grads, "grad")):
+                view = flat[offset:offset + p.numel()].view(p.shape)
+                if attribute == "data":
+                    view.copy_(p.data)
+                setattr(p, attribute, view)
+            offset += p.numel()
+        self.state = [self.weights.new_zeros(self.share_shape) for _ in range(1 if rule.kind == "muon" else 2)]
+
+    def share(self, flat: Tensor) -> Tensor:
+        return flat[self.world.rank * self.share_size:][:self.share_size].view(self.share_shape)
+
+    def start_reduce(self):
+        """Begin to sum the gradients over ranks, each rank receiving its share. Returns a handle, or None in a world of one."""
+        if self.world.size > 1:
+            self.summed = self.grads.new_empty(self.share_size)
+            return dist.reduce_scatter_single(self.summed, self.grads, async_op=True)
+        self.summed = self.grads
+        return None
+
+    def start_gather(self):
+        """Begin to give every rank the updated shares of all."""
+        if self.world.size > 1:
+            return dist.all_gather_single(self.weights, self.share(self.weights).flatten().clone(), async_op=True)
+        return None
+
+
+class Optimizer:
+    """Muon for matrices and Adam for the rest, on buckets; the same class for one rank and for many."""
+
+    def __init__(self, model: nn.Module, config: Config, world: World):
+        self.config = config
+        groups = {}
+        for name, p in model.named_parameters():
+            pattern, rule = rule_of(name)
+            key = (p.shape[-2:] if rule.kind == "muon" else pattern)
+            groups.setdefault((rule, key), []).append(p)
+        self.buckets = [Bucket(rule, params, world) for (rule, _), params in groups.items()]
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, lr_scale: float, momentum: float) -> None:
+        """Average the gradients (of loss sums) over the step's tokens, update, and leave gradients at zero."""
+        config, self.updates = self.config, self.updates + 1
+        reductions = [bucket.start_reduce() for bucket in self.buckets]
+        gathers = []
+        for bucket, reduction in zip(self.buckets, reductions):
+            if reduction is not None:
+                reduction.wait()
+            weights = bucket.share(bucket.weights)
+            grads = bucket.summed.view(bucket.share_shape).div_(config.batch_tokens)
+            wd = config.weight_decay * bucket.rule.wd
+            if bucket.rule.kind == "muon":
+                muon_update(weights, grads, *bucket.state, config.muon_lr * bucket.rule.lr * lr_scale, momentum, wd)
+            else:
+                adam_update(weights, grads, *bucket.state, self.updates, config.adam_lr * bucket.rule.lr * lr_scale,
+                            config.adam_beta1, config.adam_beta2, wd)
+            gathers.append(bucket.start_gather())
+            bucket.grads.zero_()
+        for gather in gathers:
+            if gather is not None:
+                gather.wait()
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a step changes but the count of updates."""
+        return [t for bucket in self.buckets for t in (bucket.weights, *bucket.state)]
+
+
+# =====================================================================================================================
+# Schedules: pure functions of the step.
+# =====================================================================================================================
+
+def lr_scale(step: int, config: Config) -> float:
+    """1, then a straight line down to final_lr over the last `cooldown` of the steps."""
+    progress = step / config.steps
+    if progress < 1 - config.cooldown:
+        return 1.0
+    left = (1 - progress) / config.cooldown
+    return left + (1 - left) * config.final_lr
+
+
+def muon_momentum(step: int, config: Config) -> float:
+    return 0.85 + (config.muon_momentum - 0.85) * min(1.0, step / max(1, config.muon_momentum_steps))
+
+
+def cycle_steps(cycle: int, config: Config) -> range:
+    first = cycle * config.ngram_update_every
+    return range(first, min(first + config.ngram_update_every, config.steps))
+
+
+# =====================================================================================================================
+# The plan: what a run will need, worked out from the config alone and printed before anything is allocated.
+# =====================================================================================================================
+
+def make_plan(config: Config, world: World, dataset: Dataset) -> dict:
+    """Parameters, tokens, bytes a rank by kind (estimates from above), and exchange bytes a step, as a flat dict."""
+    with torch.device("meta"):
+        model = GPT(config, dataset.vocab_size)
+    dense = sum(p.numel() for p in model.parameters())
+    moments = sum(p.numel() * (1 if rule_of(name)[1].kind == "muon" else 2) for name, p in model.named_parameters())
+    vocab, size, activation = model.head.shape[0], world.size, 2 if world.device.type == "cuda" else 4
+    rank_tokens = -(-config.rows_per_step // size) * config.seq_len
+    micro_tokens = min(rank_tokens, config.micro_batch_tokens or rank_tokens)
+    per_token = config.layers * 22 * config.model_dim + 8 * config.model_dim + 2 * config.ngram_dim
+    plan = {
+        "dense_parameters": dense, "table_parameters": config.ngram_rows * config.ngram_dim,
+        "train_tokens_needed": config.steps * config.batch_tokens + 1, "train_tokens_on_disk": dataset.train.num_tokens,
+        "weights_and_gradients_bytes": 8 * dense, "optimizer_bytes": 4 * (moments + dense) // size,
+        "activations_bytes": micro_tokens * per_token * activation,
+        "logits_bytes": 3 * 4 * min(config.head_chunk_tokens, micro_tokens) * vocab,
+        "dense_exchange_bytes_per_step": 2 * 4 * dense * (size - 1) // size,
+    }
+    if config.ngram_rows:
+        plan |= table_plan(config, world, dataset, rank_tokens)
+    plan["bytes_per_rank"] = sum(value for name, value in plan.items() if name.endswith("_bytes"))
+    return plan
+
+
+def table_plan(config: Config, world: World, dataset: Dataset, rank_tokens: int) -> dict:
+    """The table's part of the plan. On the CPU rows and state count only as far as the run can touch them."""
+    shard, reads = -(-config.ngram_rows // world.size), len(config.ngram_orders)
+    row = config.ngram_dim * getattr(torch, config.ngram_dtype).itemsize
+    state = 4 + 4 * (1 if config.ngram_second_moment == "row" else config.ngram_dim)
+    cycle_rows = min(config.ngram_rows, rank_tokens * config.ngram_update_every * reads)
+    rows_bytes, state_bytes = shard * row, shard * state
+    if world.device.type == "cpu":
+        tokens = min(config.steps * config.batch_tokens, dataset.train.num_tokens) + config.val_tokens
+        touched = min(shard, tokens * reads)
+        rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # a row's first and last page hold others' bytes too
+        state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
+    exchanged = cycle_rows * (world.size - 1) // world.size
+    return {
+        "table_rows_bytes": rows_bytes, "table_state_bytes": state_bytes, "table_cache_bytes": 2 * cycle_rows * row,
+        "table_gradients_bytes": 2 * 4 * cycle_rows * config.ngram_dim,
+        "sign_pool_bytes": max(1, config.ngram_signs) * row,
+        "table_exchange_bytes_per_step": exchanged * (row + 4 * config.ngram_dim + 8) // config.ngram_update_every,
+    }
+
+
+def plan_lines(plan: dict, world: World) -> list[str]:
+    lines = [f"plan for {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"]
+    for name, value in plan.items():
+        shown = f"{value / 2**20:,.1f} MiB" if "bytes" in name else f"{value:,}"
+        lines.append(f"  {name.replace('_bytes', '').replace('_', ' '):<30}{shown:>20}{' a rank' * name.endswith('_bytes')}")
+    return lines
+
+
+def available_bytes(world: World) -> int:
+    """Memory that one rank may still take: free on its GPU, or its part of what is available on the host."""
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info(world.device)[0]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if meminfo.exists():
+        limits += [int(line.split()[1]) << 10 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")]
+    if (cgroup / "memory.max").exists() and (cgroup / "memory.max").read_text().strip() != "max":
+        limits.append(int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))
+    return min(limits) // world.local_size
+
+
+def check_fits(config: Config, plan: dict, world: World) -> None:
+    """Refuse a run that cannot fit, before it allocates, and name the flag that shrinks its largest part."""
+    available = available_bytes(world)
+    if plan["bytes_per_rank"] <= available:
+        return
+    remedies = {"table_rows_bytes": "--ngram_rows", "table_state_bytes": "--ngram_rows", "table_cache_bytes": "--batch_tokens",
+                "table_gradients_bytes": "--batch_tokens", "activations_bytes": "--micro_batch_tokens",
+                "logits_bytes": "--head_chunk_tokens", "optimizer_bytes": "--model_dim or --layers",
+                "weights_and_gradients_bytes": "--model_dim or --layers", "sign_pool_bytes": "--ngram_signs"}
+    largest = max(remedies, key=lambda name: plan.get(name, 0))
+    raise UserError(f"memory: found {available / 2**30:.2f} GiB available to each of the {world.local_size} ranks of this host, "
+                    f"expected {plan['bytes_per_rank'] / 2**30:.2f} GiB by the plan, of which {largest.removesuffix('_bytes')} "
+                    f"takes {plan[largest] / 2**30:.2f}; lower {remedies[largest]} (see --dry_run)")
+
+
+# =====================================================================================================================
+# Table report: how tokens fill the table, to choose its size and the split between orders. Counts exactly, by sorting.
+# =====================================================================================================================
+
+REPORT_TOKENS = 1 << 23  # enough to see the trend, seconds to count
+
+
+def table_report(config: Config, stream: TokenStream, doc_start: int, world_size: int) -> list[str]:
+    """Distinct n-grams, used rows and colliding reads of each order, and the reads' spread over owners, for the run's tokens."""
+    count = min(config.steps * config.rows_per_step, stream.num_rows, max(1, REPORT_TOKENS // config.seq_len))
+    batch = make_batch(stream.read(0, count), count, count, doc_start)
+    tokens = batch.tokens.flatten()
+    rows, _ = ngram_addresses(tokens, batch.starts.flatten(), config)
+    lines = [f"table report over {len(tokens):,} tokens: {config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
+    owner_rows = np.zeros(world_size, np.int64)
+    for order, (low, high), row in zip(config.ngram_orders, channel_bounds(config), rows):
+        complete = (row != high - 1).numpy()
+        ngram = sum(tokens.roll(back) << 16 * back for back in range(order)).numpy()[complete]
+        used, slots = sort_unique(row.numpy()[complete])
+        # One line a distinct (n-gram, row): an n-gram has one row, so distinct n-grams are counted by row.
+        first = np.unique(ngram, return_index=True)[1]
+        collides = (np.bincount(slots[first], minlength=len(used)) > 1)[slots]
+        owner_rows += np.bincount(owner_of(used, config.ngram_rows, world_size), minlength=world_size)
+        share = collides.mean() if len(collides) else 0.0
+        lines.append(f"  order {order}: {len(first):,} distinct n-grams in {len(ngram):,} reads; {len(used):,} of {high - low:,} rows "
+                     f"used ({len(used) / (high - low):.1%}); {share:.1%} of reads share a row with another n-gram")
+    low, high = owner_rows.min(), owner_rows.max()
+    lines.append(f"  used rows by owner: {low:,} to {high:,} ({high / max(1, owner_rows.mean()):.2f} times the mean at most)")
+    return lines
+
+
+def owner_of(rows: np.ndarray, num_rows: int, world_size: int) -> np.ndarray:
+    ends = [(rank + 1) * num_rows // world_size for rank in range(world_size)]
+    return np.searchsorted(ends, rows, side="right")
+
+
+# =====================================================================================================================
+# Evaluation and sampling.
+# =====================================================================================================================
+
+def plan_evaluation(config: Config, dataset: Dataset, table: NgramTable | None, micro_rows: int, world: World) -> list:
+    """This rank's validation micro-batches, each with its table cycle; made once, since the tokens are always the same."""
+    whole = rank_batch(dataset.val, 0, config.val_tokens // config.seq_len, micro_rows, dataset.doc_start, world)
+    parts = [Batch(*(t[None] for t in part)) for part in zip(whole.tokens, whole.targets, whole.starts)]
+    return [(part, table and table.plan([part])) for part in parts]
+
+
+def read_memory(table: NgramTable | None, batch: Batch, cycle: Cycle | None) -> Tensor | None:
+    """[B, L, ngram_dim] for a batch of one micro-batch, from the rows as they are now. A collective."""
+    if table is None:
+        return None
+    cycle = cycle.to(table.world.device)
+    return table.read(table.fetch(cycle), cycle.slots[0], cycle.signs[0]).view(*batch.tokens.shape[1:], -1)
+
+
+@torch.no_grad()
+def evaluate(forward, table: NgramTable | None, val: list, world: World) -> float:
+    """Mean loss in nats a token over the validation tokens of all ranks."""
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for batch, cycle in val:
+        memory, batch = read_memory(table, batch, cycle), batch.to(world.device)
+        total[0] += forward(batch.tokens[0], batch.starts[0], memory, batch.targets[0])
+        total[1] += (batch.targets >= 0).sum()
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+# GPT-2's pre-tokenizer; one pattern serves every tokenizer file that data/text.py writes.
+TOKENIZER_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def load_tokenizer(folder: str | Path):
+    """tiktoken.Encoding of the `tokenizer.tiktoken` beside the shards, or None where there is none."""
+    path = Path(folder) / "tokenizer.tiktoken"
+    if not path.exists():
+        return None
+    import tiktoken  # here, since training never needs it
+    pairs = [line.split() for line in path.read_bytes().splitlines() if line]
+    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    return tiktoken.Encoding(path.stem, pat_str=TOKENIZER_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+
+@torch.no_grad()
+def sample_text(model: GPT, table: NgramTable | None, config: Config, doc_start: int, tokenizer, world: World) -> str:
+    """Continue `sample` (or begin a document) by sample_tokens tokens. A collective: all ranks draw the same tokens."""
+    generator = torch.Generator().manual_seed(config.seed)
+    ids = [doc_start] + (tokenizer.encode_ordinary(config.sample) if config.sample else [])
+    known = tokenizer.n_vocab if tokenizer else doc_start
+    for _ in range(config.sample_tokens):
+        window = torch.tensor(ids[-config.seq_len:] + [-1])[None]
+        batch = make_batch(window, 1, 1, doc_start)
+        memory = read_memory(table, batch, table and table.plan([batch]))
+        batch = batch.to(world.device)
+        logits = model.logits(batch.tokens[0], batch.starts[0], memory)[0, :known].cpu()
+        ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
+    ids = ids[1:]
+    return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+
+
+# =====================================================================================================================
+# Log: one file a run, opened exclusively by rank 0; the source beside it once a folder, by its hash.
+# =====================================================================================================================
+
+class RunLog:
+    """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0."""
+
+    def __init__(self, config: Config, world: World, header: dict):
+        self.main, self.total = world.main, config.steps
+        self.live = sys.stdout.isatty()
+        self.file = None
+        if not self.main:
+            return
+        folder = Path(config.out)
+        stamp = f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
+        path = folder / f"{config.run_id or stamp}.txt"
+        source = Path(__file__).read_bytes()
+        digest = hashlib.sha256(source).hexdigest()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "x", encoding="utf-8", buffering=1)
+            copy = folder / f"train_gpt_{digest[:16]}.py"
+            if not copy.exists():
+                part = copy.with_suffix(f".{os.getpid()}.part")
+                part.write_bytes(source)
+                part.rename(copy)
+        except FileExistsError:
+            raise UserError(f"{path}: found a log of that name, expected none; choose another --run_id or --out") from None
+        except OSError as error:
+            raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another --out") from None
+        self.line("run:" + json.dumps({"format": 1, "run_id": path.stem, **header, "source_sha256": digest}), screen=False)
+        print(f"log {path}")
+
+    def line(self, text: str, screen: bool = True) -> None:
+        if self.main:
+            self.file.write(text + "\n")
+            if screen:
+                print(("\r\033[K" if self.live else "") + text, flush=True)
+
+    def step(self, step: int, train_time_s: float, key: str, loss: float, **more) -> None:
+        average = train_time_s / step if step else math.nan
+        extra = "".join(f" {name}:{value}" for name, value in more.items())
+        self.line(f"step:{step}/{self.total} {key}:{loss:.5f} train_time:{1e3 * train_time_s:.0f}ms "
+                  f"step_avg:{1e3 * average:.2f}ms{extra}", screen=key == "val_loss" or not self.live)
+
+    def progress(self, step: int, loss: float, tokens_per_s: float, left_s: float) -> None:
+        if self.main and self.live:
+            print(f"\r\033[Kstep {step}/{self.total}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
+                  f"{left_s // 60:.0f}:{left_s % 60:02.0f} left", end="", flush=True)
+
+
+def run_header(config: Config, world: World, dataset: Dataset, plan: dict) -> dict:
+    """What made the run, for the log's first line."""
+    def git(*arguments):
+        done = subprocess.run(["git", "-C", str(Path(__file__).resolve().parent), *arguments], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    cuda = world.device.type == "cuda"
+    return {
+        "date": datetime.now().isoformat(timespec="seconds"), "config": asdict(config), "world_size": world.size,
+        "device_name": torch.cuda.get_device_name(world.device) if cuda else "cpu", "cpu_name": cpu_name(),
+        "cpu_threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+        "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain")),
+        "data": {**dataset.fingerprints, "vocab_size": dataset.vocab_size}, "target_loss": config.target_loss,
+        "clock": "train-only", "plan": plan,
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] \
+        if info.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# =====================================================================================================================
+# Training.
+# =====================================================================================================================
+
+class Trainer:
+    """The parts of a run and the step they make together."""
+
+    def __init__(self, config: Config, world: World, dataset: Dataset):
+        self.config, self.world, self.dataset = config, world, dataset
+        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        self.model = GPT(config, dataset.vocab_size, dtype).to(world.device)
+        self.table = NgramTable(config, world, dtype) if config.ngram_rows else None
+        self.optimizer = Optimizer(self.model, config, world)
+        self.forward = torch.compile(self.model, dynamic=False) if config.compile else self.model
+        self.micro_rows = (config.micro_batch_tokens or config.batch_tokens) // config.seq_len
+        self.val = plan_evaluation(config, dataset, self.table, self.micro_rows, world)
+        self.fetched = self.table_grads = None  # of the update cycle under way
+
+    def prepare(self, cycle: int) -> tuple[list[Batch], Cycle | None]:
+        """The batches of an update cycle and the table's plan for them: a function of the cycle's number alone. A collective."""
+        config = self.config
+        batches = [rank_batch(self.dataset.train, step * config.rows_per_step, config.rows_per_step, self.micro_rows,
+                              self.dataset.doc_start, self.world) for step in cycle_steps(cycle, config)]
+        return batches, self.table and self.table.plan(batches, self.world.loader_group)
+
+    def train_step(self, step: int, batch: Batch, cycle: Cycle | None) -> Tensor:
+        """One step. Returns the mean loss over all ranks, a float32 scalar on the device."""
+        config, table, loss_sum = self.config, self.table, torch.zeros((), device=self.world.device)
+        index, batch = step % config.ngram_update_every, batch.to(self.world.device)
+        if table and index == 0:
+            self.fetched = table.fetch(cycle)
+            self.table_grads = torch.zeros(self.fetched.shape, device=self.world.device)
+        for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
+            memory = None
+            if table:
+                cut = slice(m * tokens.numel(), (m + 1) * tokens.numel())
+                slots, signs = cycle.slots[index][:, cut], cycle.signs[index][:, cut]
+                memory = table.read(self.fetched, slots, signs).view(*tokens.shape, -1).requires_grad_()
+            loss = self.forward(tokens, starts, memory, targets)
+            loss.backward()
+            if table:
+                table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1))
+            loss_sum += loss.detach()
+        scale = lr_scale(step, config)
+        if table and step + 1 in (cycle_steps(step // config.ngram_update_every, config).stop,):
+            table.update(cycle, self.table_grads, config.ngram_lr * scale)
+        self.optimizer.step(scale, muon_momentum(step, config))
+        dist.all_reduce(loss_sum)
+        return loss_sum / config.batch_tokens
+
+    def evaluate(self) -> float:
+        return evaluate(self.forward, self.table, self.val, self.world)
+
+    def warm_up(self) -> None:
+        """Run the first cycle and an evaluation, then put back all that changed, so that the clock meets everything warm."""
+        batches, cycle = self.prepare(0)
+        cycle = cycle and cycle.to(self.world.device)
+        saved, table_saved = [t.clone() for t in self.optimizer.tensors()], self.table and self.table.touched(cycle)
+        for _ in range(self.config.warmup_steps):
+            for step, batch in enumerate(batches):
+                self.train_step(step, batch, cycle)
+        if self.config.warmup_steps:
+            evaluate(self.forward, self.table, self.val[:1], self.world)
+        for tensor, old in zip(self.optimizer.tensors(), saved):
+            tensor.copy_(old)
+        self.optimizer.updates = 0
+        if self.table:
+            self.table.put_back(table_saved)
+        self.fetched = self.table_grads = None
+
+
+class LossWatch:
+    """Reads each step's loss back from the device a little later, so that a GPU never waits, and stops a run that diverged.
+
+    The losses are equal on all ranks, so all ranks stop at the same step.
+    """
+
+    def __init__(self, world: World):
+        self.cuda = world.device.type == "cuda"
+        self.lag = 2 if self.cuda else 0
+        self.pending = deque()
+        self.latest = math.nan
+
+    def push(self, step: int, loss: Tensor) -> None:
+        event = None
+        if self.cuda:
+            host = torch.empty((), pin_memory=True)
+            host.copy_(loss, non_blocking=True)
+            loss, event = host, torch.cuda.Event()
+            event.record()
+        self.pending.append((step, loss, event))
+        self.settle(self.lag)
+
+    def settle(self, lag: int = 0) -> None:
+        while len(self.pending) > lag:
+            step, loss, event = self.pending.popleft()
+            if event is not None:
+                event.synchronize()
+            self.latest = float(loss)
+            if not math.isfinite(self.latest):
+                raise UserError(f"training loss: found {self.latest} after step {step}, expected a finite number; lower the "
+                                f"learning rates (--muon_lr, --adam_lr, --ngram_lr)")
+
+
+class Clock:
+    """Seconds of training alone: runs only between start() and stop(), which wait for the device."""
+
+    def __init__(self, world: World):
+        self.world, self.total, self.began = world, 0.0, None
+
+    def wait_for_device(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    def start(self) -> None:
+        self.wait_for_device()
+        dist.barrier()
+        self.began = time.perf_counter()
+
+    def stop(self) -> None:
+        self.wait_for_device()
+        self.total, self.began = self.seconds(), None
+
+    def seconds(self) -> float:
+        return self.total + (time.perf_counter() - self.began if self.began is not None else 0.0)
+
+
+def train(trainer: Trainer, log: RunLog) -> float:
+    """The training loop. Returns the final validation loss."""
+    config, world = trainer.config, trainer.world
+    loader = Loader(trainer.prepare, 0, config.cycles)
+    clock, watch = Clock(world), LossWatch(world)
+    met, val_loss, batches, cycle = None, math.nan, [], None
+    try:
+        for step in range(config.steps + 1):
+            if step == config.steps or (config.val_every and step % config.val_every == 0):
+                if step:
+                    watch.settle()
+                    clock.stop()
+                val_loss = trainer.evaluate()
+                log.step(step, clock.seconds(), "val_loss", val_loss)
+                if not math.isfinite(val_loss):
+                    raise UserError(f"validation loss: found {val_loss} at step {step}, expected a finite number")
+                if met is None and val_loss <= config.target_loss:
+                    met = (step, clock.seconds())
+            if step == config.steps:
+                break
+            if clock.began is None:
+                clock.start()
+            if step % config.ngram_update_every == 0:
+                batches, cycle = loader.next()
+                cycle = cycle and cycle.to(world.device)
+            watch.push(step, trainer.train_step(step, batches[step % config.ngram_update_every], cycle))
+            done, seconds = step + 1, clock.seconds()
+            rate = done * config.batch_tokens / seconds
+            log.progress(done, watch.latest, rate, (config.steps - done) * seconds / done)
+            if done % 10 == 0:
+                log.step(done, seconds, "train_loss", watch.latest, tokens_per_s=round(rate))
+    finally:
+        loader.close()
+    finish(trainer, log, val_loss, clock.seconds(), met, loader.wait_s)
+    return val_loss
+
+
+def finish(trainer: Trainer, log: RunLog, val_loss: float, train_time_s: float, met: tuple | None, wait_s: float) -> None:
+    """What a run says last: a sample, how the table was used, the final loss, and when the target was met. Untimed."""
+    config = trainer.config
+    if config.sample_tokens:
+        tokenizer = load_tokenizer(config.data)
+        text = sample_text(trainer.model, trainer.table, config, trainer.dataset.doc_start, tokenizer, trainer.world)
+        log.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
+    if config.ngram_rows and log.main:
+        for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, trainer.world.size):
+            log.line(line)
+    log.line(f"waited for data {wait_s:.2f} s of {train_time_s:.2f} s")
+    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * train_time_s:.0f}ms")
+    outcome = f"met at step:{met[0]} train_time:{1e3 * met[1]:.0f}ms" if met else "not met"
+    log.line(f"target val_loss:{config.target_loss} {outcome}")
+
+
+# =====================================================================================================================
+# Main.
+# =====================================================================================================================
+
+def keep_freed_memory() -> None:
+    """Have glibc keep large freed blocks: mapping and clearing them anew takes longer than the arithmetic on them."""
+    if platform.libc_ver()[0] == "glibc":
+        M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)):
+            ctypes.CDLL(None).mallopt(option, value)
+
+
+def together(world: World, action):
+    """action() on every rank; if it ends in a UserError on any, all ranks raise the first rank's."""
+    result = error = None
+    try:
+        result = action()
+    except UserError as caught:
+        error = caught
+    agree(world, error)
+    return result
+
+
+def main(argv: list[str] | None = None) -> float:
+    """Run what the command line asks for. Returns the final validation loss, or nan where nothing was trained."""
+    config = parse_args(sys.argv[1:] if argv is None else argv)
+    with join_world(config) as world:
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        dataset = together(world, lambda: open_dataset(config, world))
+        plan = make_plan(config, world, dataset)
+        if world.main:
+            print("\n".join(plan_lines(plan, world)), flush=True)
+        together(world, lambda: check_fits(config, plan, world))
+        if config.table_report and world.main:
+            print("\n".join(table_report(config, dataset.train, dataset.doc_start, world.size)))
+        if config.dry_run or config.table_report:
+            return math.nan
+        log = together(world, lambda: RunLog(config, world, run_header(config, world, dataset, plan)))
+        try:
+            trainer = Trainer(config, world, dataset)
+            trainer.warm_up()
+            return train(trainer, log)
+        except BaseException as error:
+            log.line(f"error: {type(error).__name__}: {error}", screen=False)
+            raise
+
+
+def cli() -> int:
+    try:
+        main()
+        return 0
+    except UserError as error:
+        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(cli())
