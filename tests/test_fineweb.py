@@ -1,0 +1,196 @@
+"""data/fineweb.py as its users run it, a process of its own, against a hub on 127.0.0.1; and `verify`, in-process."""
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+from data import fineweb
+from hub_server import COMMIT, Hub
+
+VAL, TRAIN_1, TRAIN_2, TRAIN_3 = fineweb.shard_names(3)
+
+
+def shard(num_tokens=3000, vocab_size=0, doc_start=0, largest_id=50256, seed=0) -> bytes:
+    """A shard's bytes, laid out by hand from the format's description: FineWeb's leave vocabulary and start zero."""
+    header = np.zeros(256, dtype="<i4")
+    header[:5] = 20240520, 1, num_tokens, vocab_size, doc_start
+    tokens = np.random.default_rng(seed).integers(0, largest_id + 1, num_tokens).astype("<u2")
+    tokens[-1] = largest_id
+    return header.tobytes() + tokens.tobytes()
+
+
+@pytest.fixture
+def files():
+    return {name: shard(seed=i) for i, name in enumerate(fineweb.shard_names(3))}
+
+
+def command(tmp_path, endpoint, *arguments):
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1",
+                   "OMP_NUM_THREADS": "1"}
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
+        environment.pop(name, None)
+    script = [sys.executable, str(ROOT / "data" / "fineweb.py"), *arguments, f"--out={tmp_path / 'out'}"]
+    return dict(args=script, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def fetch(tmp_path, endpoint, *arguments):
+    return subprocess.run(**command(tmp_path, endpoint, "--backoff_s=0.01", *arguments), timeout=120)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below folder, hidden ones too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_faults_that_pass_are_survived_and_no_copy_is_left(tmp_path, files):
+    faults = {("HEAD", VAL): [429],                         # the hub asks to wait, before the download
+              ("GET", TRAIN_1): [("cut", 2000)],            # the connection breaks off in the body
+              ("GET", TRAIN_2): [503],                      # an error at the download itself
+              ("GET", TRAIN_3): [("body", shard(3000, largest_id=60000, seed=3))]}      # right size, wrong ids
+    cached = tmp_path / f"hf/hub/datasets--kjj0--fineweb10B-gpt2/snapshots/{COMMIT}/{VAL}"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(files[VAL][:-100])                   # a broken copy in the hub's own cache is not to be used
+    with Hub(fineweb.REPO, files, faults, {"Retry-After": "0"}) as hub:
+        result = fetch(tmp_path, hub.endpoint, "3")
+    assert result.returncode == 0, result.stderr
+    assert contents(tmp_path / "out") == files
+    assert not any(faults.values())                         # every fault took place
+    assert "the hub answered 429" in result.stderr and "the hub answered 503" in result.stderr
+    assert "found token id 60000" in result.stderr
+    sizes = [len(data) for name, data in contents(tmp_path / "hf").items() if not name.endswith(VAL)]
+    assert sum(sizes) < 3000                                # less than half a shard: no copy of any in a cache
+
+
+def test_a_rerun_repairs_and_leaves_the_whole_alone(tmp_path, files):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / VAL).write_bytes(files[VAL])
+    (out / TRAIN_1).write_bytes(files[TRAIN_1][:-2])        # cut short
+    (out / TRAIN_2).write_bytes(shard(3000, vocab_size=257, doc_start=256, largest_id=256))     # another tokenizer's
+    (out / ".fetch").mkdir()
+    (out / ".fetch" / TRAIN_3).write_bytes(files[TRAIN_3])  # left by a killed run
+    with Hub(fineweb.REPO, files) as hub:
+        result = fetch(tmp_path, hub.endpoint, "3")
+    assert result.returncode == 0, result.stderr
+    assert contents(out) == files
+    assert {name for _, name in hub.requests} == {TRAIN_1, TRAIN_2, TRAIN_3}
+    assert f"{TRAIN_1}: found 7022 bytes, expected 7024" in result.stderr
+    assert f"{TRAIN_2}: found vocabulary size 257" in result.stderr
+
+
+def test_what_stays_missing_is_named(tmp_path, files):
+    broken = shard(3000)[:-10]
+    del files[TRAIN_1]
+    files[TRAIN_2] = broken
+    faults = {("HEAD", TRAIN_3): [503] * 99}
+    with Hub(fineweb.REPO, files, faults) as hub:
+        result = fetch(tmp_path, hub.endpoint, "3", "--tries=3")
+    assert result.returncode == 1
+    assert contents(tmp_path / "out") == {VAL: files[VAL]}
+    error = result.stderr[result.stderr.index("error: "):]
+    assert "3 of 4 shards are missing" in error and "kjj0/fineweb10B-gpt2" in error and VAL not in error
+    assert f"{TRAIN_1}: the hub has no such file (404)" in error
+    assert f"{TRAIN_2}: what the hub sent is broken" in error
+    assert f"{TRAIN_3}: the hub answered 503" in error
+    assert hub.requests.count(("HEAD", TRAIN_1)) == 1       # 404 is final
+    assert hub.requests.count(("GET", TRAIN_2)) == hub.requests.count(("HEAD", TRAIN_3)) == 3       # the tries given
+
+
+def test_no_hub_is_one_error_that_says_what_to_do(tmp_path):
+    with Hub(fineweb.REPO, {}) as hub:
+        pass                                                # its port is free again, nobody listens
+    result = fetch(tmp_path, hub.endpoint, "3", "--tries=2", "--workers=1")
+    assert result.returncode == 1
+    assert result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
+    assert "4 of 4 shards are missing" in result.stderr and "by hand" in result.stderr
+    assert all(name in result.stderr for name in fineweb.shard_names(3))
+    assert result.stderr.count("next try") == 1             # the first shard's retry; the others are not tried
+    assert contents(tmp_path / "out") == {}
+
+
+def test_interrupt_leaves_nothing_half_written(tmp_path, files):
+    faults = {("GET", name): [("hang", 2000)] for name in (TRAIN_1, TRAIN_2)}
+    with Hub(fineweb.REPO, files, faults) as hub:
+        process = subprocess.Popen(**command(tmp_path, hub.endpoint, "2", "--workers=3"))
+        assert process.stdout.readline().startswith(str(tmp_path / "out"))
+        assert VAL in process.stdout.readline()             # one is complete ...
+        assert hub.hanging.wait(60)                         # ... and another is on its way
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors and "Traceback" not in errors
+    assert contents(tmp_path / "out") == {VAL: files[VAL]}
+
+
+def test_backoff_grows_and_obeys_the_server():
+    for tries in range(1, 12):
+        waits = [fineweb.backoff_s(tries, 1.0, 0.0) for _ in range(50)]
+        middle = min(60.0, 2.0 ** (tries - 1))
+        assert 0.5 * middle <= min(waits) < max(waits) <= 1.5 * middle
+    assert fineweb.backoff_s(1, 1.0, 300.0) == 300.0
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["0"], "N=0: expected 1 to 103"), (["104"], "N=104: expected 1 to 103"), (["1", "--workers=0"], "--workers=0"),
+    (["1", "--tries=0"], "--tries=0"), (["1", "--backoff_s=-1"], "--backoff_s=-1"),
+    (["1", "--backoff_s=nan"], "--backoff_s=nan")])
+def test_bad_arguments(tmp_path, capsys, arguments, message):
+    assert fineweb.main([*arguments, f"--out={tmp_path / 'out'}"]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_second_run_is_refused(tmp_path, capsys):
+    with fineweb.staging_folder(tmp_path):
+        assert fineweb.main(["1", f"--out={tmp_path}"]) == 1
+    assert "another run" in capsys.readouterr().err
+
+
+# ---- verify ---------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a_train_000001.bin", "a_train_000002.bin", "a_val_000000.bin"):
+        (tmp_path / name).write_bytes(shard(500, vocab_size=4096, doc_start=4095, largest_id=4095))
+    return tmp_path
+
+
+def test_verify_whole(folder, capsys):
+    assert fineweb.main(["verify", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("ok  ") == 3 and "3 shards, 0 bad, 1,000 tokens for training, 500 for validation" in out
+
+
+@pytest.mark.parametrize("name, data, message", [
+    ("a_train_000002.bin", b"", "found 0 bytes"),
+    ("a_train_000002.bin", shard(500)[:-2], "found 2022 bytes, expected 2024"),
+    ("a_train_000002.bin", shard(500, 4096, 4095, 4096), "found token id 4096"),
+    ("a_train_000002.bin", shard(500, 4097, 4096, 4095), "found vocabulary size 4097"),
+    ("a_val_000000.bin", shard(500, 4096, 0, 4095), "document start 0, expected 4096 and 4095"),
+    ("a_val_000000.bin", b"x" * 2024, "not a token shard"),
+])
+def test_verify_names_the_bad_file(folder, capsys, name, data, message):
+    (folder / name).write_bytes(data)
+    assert fineweb.main(["verify", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("ok  ") == 2 and out.count("BAD ") == 1 and "3 shards, 1 bad" in out
+    assert str(folder / name) in err and message in err
+
+
+@pytest.mark.parametrize("name, part", [("a_val_000000.bin", "_val_"), ("a_train_*.bin", "_train_")])
+def test_verify_wants_both_parts(folder, capsys, name, part):
+    for file in folder.glob(name):
+        file.unlink()
+    assert fineweb.main(["verify", str(folder)]) == 1
+    assert f"found no whole *{part}*.bin" in capsys.readouterr().err
+
+
+def test_verify_missing_folder_among_good(folder, capsys):
+    assert fineweb.main(["verify", str(folder), str(folder / "none")]) == 1
+    assert f"{folder / 'none'}: found no such folder" in capsys.readouterr().err
