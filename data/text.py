@@ -31,14 +31,11 @@ import tiktoken
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py defines the shard format
-from train_gpt import GPT2_DOC_START, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py defines the formats
+from train_gpt import (GPT2_DOC_START, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, TOKENIZER_FILE, TOKENIZER_PATTERN,
+                       UserError, tokenizer_encoding)
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
-# GPT-2's split into words, which BPE never merges across.
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-DOC_START_NAME = "<|endoftext|>"
-TOKENIZER_FILE = "tokenizer.tiktoken"
 GPT2_ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 PIECE_BYTES = 1 << 18       # the most of one document held as text at a time
 BATCH_CHARS = 1 << 21       # the most text held as tokens at a time
@@ -46,7 +43,6 @@ TRAINER_BUFFER = 256        # pieces the BPE trainer holds at a time
 FEW_DOCUMENTS = 20          # fewer than this are split within the text, not by document
 LINE_SEARCH_CHARS = 1000    # how far a cut within the text moves to fall on a line's start
 MAX_SHARD_TOKENS = (1 << 31) - 1    # the header's count is int32
-SHUFFLE_SEED = 0
 
 
 # ---- reading: files, documents, pieces ------------------------------------------------------------------------------
@@ -96,7 +92,7 @@ def cut_pieces(stream: io.BufferedIOBase) -> Iterator[bytes]:
 def cut_point(data: bytes) -> int:
     """Where to cut bytes so that the two parts encode, as nearly as can be, to the tokens of the whole.
 
-    After the last newline between two non-spaces, where PATTERN splits in any case; else after the last newline; else
+    After the last newline between two non-spaces, where TOKENIZER_PATTERN splits in any case; else after the last newline; else
     before the last character.
     """
     if match := re.match(rb"(?s).*\S\n(?=\S)", data):
@@ -249,12 +245,6 @@ class Tokenizer:
         return [np.array(ids, dtype=np.int64) for ids in batch]
 
 
-def make_encoding(tokens: list[bytes]) -> tiktoken.Encoding:
-    """An encoding in which the id of a token is its place in the list, and the document start is the id behind them."""
-    return tiktoken.Encoding("text", pat_str=PATTERN, mergeable_ranks={token: i for i, token in enumerate(tokens)},
-                             special_tokens={DOC_START_NAME: len(tokens)})
-
-
 def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     """Tokens by rank: the 256 bytes, then merges learnt from texts, at most vocab_size - 1 in all.
 
@@ -265,7 +255,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
         raise UserError(f"--vocab_size={vocab_size}: expected 257 (256 bytes and the document start) to 65536 (uint16)")
     import rustbpe
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(texts), vocab_size - 1, buffer_size=TRAINER_BUFFER, pattern=PATTERN)
+    trainer.train_from_iterator(iter(texts), vocab_size - 1, buffer_size=TRAINER_BUFFER, pattern=TOKENIZER_PATTERN)
     ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     return list(dict.fromkeys(bytes(token) for token, _ in ranked))     # two merges may spell the same token: keep one
 
@@ -288,29 +278,14 @@ def gpt2_tokens() -> list[bytes]:
 def make_tokenizer(kind: str, vocab_size: int, train_texts: Iterable[str]) -> Tokenizer:
     """kind is bpe (trained on train_texts up to vocab_size), bytes or gpt2 (which read neither)."""
     if kind == "bytes":
-        return Tokenizer(make_encoding([bytes([i]) for i in range(256)]), is_bytes=True)
-    return Tokenizer(make_encoding(gpt2_tokens() if kind == "gpt2" else train_bpe(train_texts, vocab_size)))
+        return Tokenizer(tokenizer_encoding([bytes([i]) for i in range(256)]), is_bytes=True)
+    return Tokenizer(tokenizer_encoding(gpt2_tokens() if kind == "gpt2" else train_bpe(train_texts, vocab_size)))
 
 
 def tokenizer_text(encoding: tiktoken.Encoding) -> bytes:
     """tiktoken's file format: the token in base64, a space, its rank, on a line each; without the document start."""
     return b"".join(b"%s %d\n" % (base64.b64encode(encoding.decode_single_token_bytes(i)), i)
                     for i in range(encoding.n_vocab - 1))
-
-
-def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
-    """The encoding of the shards beside a tokenizer.tiktoken; it decodes every id, the document start included."""
-    tokens = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines()):
-        try:
-            token, rank = line.split()
-            tokens.append(base64.b64decode(token, validate=True))
-            if int(rank) != number:
-                raise ValueError(f"rank {int(rank)}")
-        except ValueError as error:
-            raise UserError(f"{path}, line {number + 1}: found {line[:40]!r} ({error}), expected a token in base64 and "
-                            f"the rank {number}; make the shards again") from None
-    return make_encoding(tokens)
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
@@ -343,10 +318,6 @@ class ShardWriter:
             self.num_tokens += now.size
             if self._room == 0:
                 self.finish()
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
 
     def finish(self) -> None:
         """Complete the shard being written."""
@@ -381,15 +352,6 @@ class ShardWriter:
         self._file, self._room = open(partial, "wb"), self.shard_tokens
         self._file.write(bytes(SHARD_HEADER_BYTES))
         self.number += 1
-
-
-def shuffled_documents(tokens: np.ndarray, doc_start: int) -> Iterator[np.ndarray]:
-    """The documents of tokens (uint16 [n], each document behind doc_start) in an order drawn with SHUFFLE_SEED."""
-    step = 1 << 24
-    starts = np.concatenate([np.flatnonzero(tokens[i:i + step] == doc_start) + i for i in range(0, len(tokens), step)])
-    ends = np.append(starts[1:], len(tokens))
-    for i in np.random.default_rng(SHUFFLE_SEED).permutation(len(starts)):
-        yield tokens[starts[i]:ends[i]]
 
 
 def batches(parts: Iterable[tuple[str, int, str]]) -> Iterator[list[tuple[str, int, str]]]:
@@ -434,42 +396,32 @@ def encode(parts: Iterable[tuple[str, int, str]], tokenizer: Tokenizer, writers:
                 writers[part].write(np.concatenate(chunks))
 
 
-def make_shards(corpus: Corpus, out: Path, name: str, kind: str, vocab_size: int, fraction: Fraction, shard_tokens: int,
-                shuffle: bool) -> Summary:
+def make_shards(corpus: Corpus, out: Path, name: str, kind: str, vocab_size: int, fraction: Fraction,
+                shard_tokens: int) -> Summary:
     """Tokenize a corpus into out. Earlier shards of that name there are replaced once all the new ones are complete."""
     split = plan_split(corpus, fraction)
     train_texts = (text for part, _, text in split.assign(corpus.pieces("training the tokenizer")) if part == "train")
     tokenizer = make_tokenizer(kind, vocab_size, train_texts)
     summary = Summary(tokenizer.vocab_size, tokenizer.doc_start)
 
-    def writer(stem: str, first: int, limit: int) -> ShardWriter:
-        return ShardWriter(out, stem, first, tokenizer.vocab_size, tokenizer.doc_start, limit)
-
     with exclusive(out, name):
-        writers = {"train": writer(f"{name}_train", 1, shard_tokens), "val": writer(f"{name}_val", 0, shard_tokens)}
-        unshuffled = writer(f"{name}_train_unshuffled", 0, sys.maxsize)
+        writers = {part: ShardWriter(out, f"{name}_{part}", first, tokenizer.vocab_size, tokenizer.doc_start, shard_tokens)
+                   for part, first in (("train", 1), ("val", 0))}
         try:
-            into = {**writers, "train": unshuffled} if shuffle else writers
-            encode(split.assign(corpus.pieces("encoding")), tokenizer, into, summary)
-            if shuffle:
-                unshuffled.flush()
-                tokens = np.memmap(unshuffled.partials[0], dtype=np.uint16, mode="r", offset=SHARD_HEADER_BYTES)
-                for document in shuffled_documents(tokens, tokenizer.doc_start):
-                    writers["train"].write(document)
-                unshuffled.abandon()
-            for part, shard_writer in writers.items():
-                shard_writer.finish()
-                summary.tokens[part], summary.shards[part] = shard_writer.num_tokens, len(shard_writer.partials)
+            encode(split.assign(corpus.pieces("encoding")), tokenizer, writers, summary)
+            for part, writer in writers.items():
+                writer.finish()
+                summary.tokens[part], summary.shards[part] = writer.num_tokens, len(writer.partials)
             swap_in(out, name, writers, tokenizer_text(tokenizer.encoding))
         finally:
-            for shard_writer in (*writers.values(), unshuffled):
-                shard_writer.abandon()
+            for writer in writers.values():
+                writer.abandon()
     return summary
 
 
 def own_files(out: Path, name: str, ending: str) -> list[Path]:
     """The shards of that name in out (ending ".bin") or the unpublished ones (".bin.partial"), val before train."""
-    own = re.compile(re.escape(name) + r"_(train|val|train_unshuffled)_\d{6,}" + re.escape(ending))
+    own = re.compile(re.escape(name) + r"_(train|val)_\d{6,}" + re.escape(ending))
     return sorted((file for file in out.iterdir() if own.fullmatch(file.name)), reverse=True)
 
 
@@ -513,12 +465,13 @@ def swap_in(out: Path, name: str, writers: dict[str, ShardWriter], tokenizer: by
 
 # ---- command line ---------------------------------------------------------------------------------------------------
 
-def torch_folder() -> Path:
-    """The installed torch package, found without importing it."""
+def torch_files() -> list[Path]:
+    """The Python files of the installed torch package, found without importing it; all but the one that names the build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("torch: found no installed package to take the embedded text from; install it or name a PATH")
-    return Path(spec.submodule_search_locations[0])
+    folder = Path(spec.submodule_search_locations[0])
+    return [file for file in find_files([folder], (".py",)) if file != folder / "version.py"]
 
 
 def positive_fraction(text: str) -> Fraction:
@@ -545,7 +498,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                      f"than {FEW_DOCUMENTS}), for validation; default: 0.1, of the embedded text 1/20")
     val.add_argument("--val_every", type=int, metavar="N", help="every Nth document: the same as --val_fraction 1/N")
     parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="at most so many; default: 100_000_000")
-    parser.add_argument("--shuffle", action="store_true", help="shuffle the training documents, always in the same way")
     return parser.parse_args(argv)
 
 
@@ -575,9 +527,9 @@ def check_args(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> None:
     check_args(args)
     start = time.perf_counter()
-    corpus = Corpus(find_files(args.paths) if args.paths else find_files([torch_folder()], (".py",)))
+    corpus = Corpus(find_files(args.paths) if args.paths else torch_files())
     made = make_shards(corpus, args.out, args.name, args.tokenizer, args.vocab_size, args.val_fraction,
-                       args.shard_tokens, args.shuffle)
+                       args.shard_tokens)
     if corpus.undecodable:
         first = ", ".join(str(file) for file in sorted(corpus.undecodable)[:5])
         print(f"{len(corpus.undecodable)} files are not all UTF-8; what is not became U+FFFD: {first}")

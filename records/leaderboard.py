@@ -1,0 +1,230 @@
+"""Records: runs kept in the repository, their statistics, and the leaderboard of each track.
+
+A record is records/<track>/<date>_<name>/: one folder of logs for each arm, the source of the runs once by its hash,
+and a README.md. What stands between the markers in that file and in records/README.md is made from the logs alone.
+"""
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from arm_stats import LOG_SUFFIXES, UserError, build_report, collect, expand_logs
+from read_logs import LogError, Run, read_log
+from tables import group_title, markdown_table, number, p_text, steps_text, to_markdown, tokens_text
+
+KNOWN_TRACKS = ("cpu", "fineweb")
+RECORD_P = 0.01          # an arm is ranked when its p is below this
+BASELINE_ARM = "baseline"
+RECORD_NAME = re.compile(r"\d{4}-\d\d-\d\d_.+")
+BEGIN, END = "<!-- {}: made by compare.py --leaderboard -->", "<!-- end of {} -->"
+
+
+# ---- archive --------------------------------------------------------------------------------------------------------
+
+def archive(root: Path, name: str, paths: list[str], arm: str | None, track: str | None, date: str | None) -> int:
+    """Move logs into the record `name` below `root`, with their sources. Everything is checked first, then copied, and
+    only when all copies stand are the originals removed; a file that exists with other content is never overwritten."""
+    if RECORD_NAME.fullmatch(_checked_name("--archive", name)):
+        raise UserError(f"--archive {name}: expected a name without a date; the date is put before it")
+    if arm is not None:
+        _checked_name("--arm", arm)
+    logs = expand_logs(paths)
+    runs_of = {log: _read_or_refuse(log) for log in logs}
+    record = _record_folder(root, name, [run for runs in runs_of.values() for run in runs], track, date)
+    moves = {log: record / (arm or log.resolve().parent.name) / log.name for log in logs}
+    if len(set(moves.values())) < len(moves):
+        twice = next(target for target in moves.values() if list(moves.values()).count(target) > 1)
+        raise UserError(f"{twice}: two logs would go there; archive them in two commands with different --arm")
+    copies = moves | _sources_of(runs_of, record)
+    for source, target in copies.items():
+        if target.exists() and not _same_bytes(source, target):
+            raise UserError(f"{target}: exists with other content than {source} and is not overwritten; rename one")
+    for source, target in copies.items():
+        _copy_exclusively(source, target)
+    for log in moves:
+        log.unlink()
+    _remove_orphaned_sources([source for source in copies if source not in moves])
+    if not (record / "README.md").exists():
+        _write(record / "README.md", _new_record_text(record))
+    print(f"moved {len(moves)} logs into {record}\nnow say in {record / 'README.md'} what was changed and why, and run "
+          f"compare.py --leaderboard")
+    return 0
+
+
+def _checked_name(flag: str, name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise UserError(f"{flag} {name}: expected a name of letters, digits, '_', '-' and '.'")
+    return name
+
+
+def _read_or_refuse(log: Path) -> list[Run]:
+    try:
+        return read_log(log)
+    except (LogError, OSError) as error:
+        raise UserError(f"{log}: {error}; expected a log of runs; nothing was moved") from error
+
+
+def _record_folder(root: Path, name: str, runs: list[Run], track: str | None, date: str | None) -> Path:
+    """records/<track>/<date>_<name>; a record of that name is added to, whatever its date."""
+    tracks = {track} if track else {run.config.get("track") for run in runs if run.config.get("track")}
+    if len(tracks) != 1:
+        raise UserError(f"--archive {name}: the logs name {', '.join(sorted(tracks)) or 'no track'}, expected one "
+                        f"track: give --track")
+    folder = root / _checked_name("--track", tracks.pop())
+    existing = sorted(folder.glob(f"????-??-??_{name}"))
+    if existing:
+        return existing[-1]
+    date = date or max((run.header.get("date", "")[:10] for run in runs), default="")
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
+        raise UserError(f"--archive {name}: found the date {date!r}, expected YYYY-MM-DD: give --date")
+    return folder / f"{date}_{name}"
+
+
+def _sources_of(runs_of: dict[Path, list[Run]], record: Path) -> dict[Path, Path]:
+    """{source beside the logs: its place in the record}. Raises UserError where one lacks or has another hash."""
+    found = {}
+    for log, runs in runs_of.items():
+        for digest in {run.header.get("source_sha256") for run in runs if run.header} - {None}:
+            file_name = f"train_gpt_{digest[:16]}.py"
+            kept = record / file_name
+            places = (log.parent / file_name, log.parent.parent / file_name, kept)
+            source = next((path for path in places if path.exists()), None)
+            if source is None:
+                raise UserError(f"{log}: its source {file_name} lies neither beside it nor above it; put it there: a "
+                                f"run without what made it is no record")
+            actual = hashlib.sha256(source.read_bytes()).hexdigest()
+            if actual != digest:
+                raise UserError(f"{source}: its sha256 is {actual}, expected {digest} as {log} says; it was changed")
+            if source != kept:
+                found[source] = kept
+    return found
+
+
+def _same_bytes(path: Path, other: Path) -> bool:
+    return path.stat().st_size == other.stat().st_size and path.read_bytes() == other.read_bytes()
+
+
+def _copy_exclusively(source: Path, target: Path) -> None:
+    """Copy under a temporary name, then link: the target is whole or not there, and an existing one stays."""
+    if target.exists():
+        return      # the same bytes: an earlier attempt broke off
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.part")
+    shutil.copy2(source, part)
+    try:
+        os.link(part, target)
+    finally:
+        part.unlink()
+
+
+def _remove_orphaned_sources(sources: list[Path]) -> None:
+    """A source beside which no log is left has moved with them; one that other logs still need stays."""
+    for source in sources:
+        if not any(path.suffix in LOG_SUFFIXES for path in source.parent.rglob("*")):
+            source.unlink()
+            if not any(source.parent.iterdir()):
+                source.parent.rmdir()
+
+
+def _new_record_text(record: Path) -> str:
+    title = record.name[11:].replace("_", " ")
+    return (f"# {title}\n\nWhat was changed, why, and what it is worth.\n\n## Statistics\n\n"
+            f"{BEGIN.format('statistics')}\n{END.format('statistics')}\n")
+
+
+# ---- leaderboard ----------------------------------------------------------------------------------------------------
+
+def update_records(root: Path, check: bool = False) -> int:
+    """Write every generated block below `root`, or with `check` name those that would change. Returns the status."""
+    changed = []
+    for path, text in render_records(root).items():
+        if path.read_text(encoding="utf-8") != text:
+            changed.append(path)
+            if not check:
+                _write(path, text)
+    for path in changed:
+        print(f"{'out of date' if check else 'wrote'}: {path}")
+    if not changed:
+        print("all up to date")
+    return 1 if check and changed else 0
+
+
+def render_records(root: Path) -> dict[Path, str]:
+    """{README.md: its text with the generated block made anew} for each record and for `root` itself."""
+    texts, sections = {}, []
+    tracks = sorted({*KNOWN_TRACKS, *(path.name for path in root.iterdir() if path.is_dir() and _records_of(path))})
+    for track in tracks:
+        reports = {}
+        for record in _records_of(root / track):
+            collected = collect([str(record)])
+            baseline = BASELINE_ARM if BASELINE_ARM in collected.arms else None
+            reports[record] = build_report(collected, baseline=baseline)
+            statistics = to_markdown(reports[record]).replace(f"{record}{os.sep}", "")     # no path of this machine
+            texts[record / "README.md"] = _replace_block(record / "README.md", "statistics", statistics)
+        sections.append(f"### {track}\n\n{_track_tables(reports)}")
+    texts[root / "README.md"] = _replace_block(root / "README.md", "leaderboard", "\n".join(sections))
+    return texts
+
+
+def _records_of(track: Path) -> list[Path]:
+    if not track.is_dir():
+        return []
+    return sorted(path for path in track.iterdir() if path.is_dir() and RECORD_NAME.fullmatch(path.name))
+
+
+def _track_tables(reports: dict[Path, dict]) -> str:
+    """One table for each set of comparable arms of a track; they are never ranked together."""
+    if not reports:
+        return "No records yet.\n"
+    tables: dict[tuple, list[tuple[Path, dict, dict]]] = {}
+    for record, report in reports.items():
+        for group in report["groups"]:
+            for arm in group["arms"]:
+                tables.setdefault((*group["key"].items(), group["target_loss"]), []).append((record, group, arm))
+    blocks = []
+    for rows in tables.values():
+        title = group_title(rows[0][1]).partition(": ")[2]
+        blocks.append("\n".join([title, "", *markdown_table(_ranked_rows(rows)), ""]))
+    return "\n".join(blocks)
+
+
+def _ranked_rows(rows: list[tuple[Path, dict, dict]]) -> list[list[str]]:
+    """A header, then the arms that beat the target by training time, then the others, without a rank."""
+    def is_ranked(arm: dict) -> bool:
+        p = arm["p_at_or_below_target"]
+        return p is not None and p < RECORD_P and arm["time_mean_ms"] is not None
+
+    def order(row: tuple[Path, dict, dict]) -> tuple:
+        record, _, arm = row
+        return not is_ranked(arm), arm["time_mean_ms"] or float("inf"), record.name, arm["name"]
+
+    table = [["record", "rank", "arm", "time [s]", "sd [s]", "loss", "sd", "p", "n", "failed", "steps", "tokens"]]
+    for rank, (record, _, arm) in enumerate(sorted(rows, key=order), 1):
+        link = f"[{record.name}]({record.parent.name}/{record.name}/README.md)"
+        table.append([link, str(rank) if is_ranked(arm) else "–", arm["name"],
+                      number(arm["time_mean_ms"], 3, 1e-3), number(arm["time_sd_ms"], 3, 1e-3),
+                      number(arm["loss_mean"], 5), number(arm["loss_sd"], 5),
+                      p_text(arm["p_at_or_below_target"], arm["no_p_because"]), str(arm["n"]),
+                      str(len(arm["failed"])), steps_text(arm), tokens_text(arm["tokens_mean"])])
+    return table
+
+
+def _replace_block(path: Path, name: str, text: str) -> str:
+    """The file's text with what stands between the markers of `name` replaced. Raises UserError without markers."""
+    begin, end = BEGIN.format(name), END.format(name)
+    if not path.exists():
+        raise UserError(f"{path}: does not exist; make it with the lines {begin} and {end}")
+    before, found_begin, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise UserError(f"{path}: found no pair of markers, expected the lines {begin} and {end}; put them back")
+    return f"{before}{begin}\n{text.strip()}\n{end}{after}"
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

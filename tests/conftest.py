@@ -1,0 +1,78 @@
+"""Shared by the tests: small shards written without the project's own writer, and functions run on several real ranks."""
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+VOCAB, DOC_START = 61, 60
+TINY = ["--track=cpu", "--device=cpu", "--steps=20", "--batch_tokens=1536", "--seq_len=32", "--layers=2", "--model_dim=32", "--heads=2",
+        "--ngram_dim=24", "--ngram_rows=4001", "--ngram_signs=64", "--val_tokens=2048", "--val_every=10", "--head_chunk_tokens=200",
+        "--sample_tokens=8"]
+
+
+def write_shard(path: Path, tokens: np.ndarray, vocab_size: int = VOCAB, doc_start: int = DOC_START, **header) -> Path:
+    head = np.zeros(256, np.int32)
+    head[:5] = header.get("magic", 20240520), header.get("version", 1), header.get("count", len(tokens)), vocab_size, doc_start
+    path.write_bytes(head.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
+    return path
+
+
+def markov_tokens(count: int, seed: int) -> np.ndarray:
+    """Documents of a sparse second-order chain: each pair of tokens has two likely successors, so n-grams help."""
+    rng = np.random.default_rng(seed)
+    successors = np.random.default_rng(1).integers(0, VOCAB - 1, (VOCAB, VOCAB, 2))
+    tokens, choice, ends = [DOC_START, 0], rng.integers(0, 2, count), rng.random(count) < 0.01
+    while len(tokens) < count:
+        i = len(tokens)
+        tokens.append(DOC_START if ends[i] else int(successors[tokens[-2], tokens[-1], choice[i]]))
+    return np.array(tokens[:count])
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_shard(folder / "tiny_train_000001.bin", markov_tokens(30_000, 2))
+    write_shard(folder / "tiny_train_000002.bin", markov_tokens(20_001, 3))
+    write_shard(folder / "tiny_val_000000.bin", markov_tokens(5_000, 4))
+    return folder
+
+
+def run_trainer(*arguments, ranks: int = 1, timeout_s: int = 120) -> subprocess.CompletedProcess:
+    """The trainer as a user starts it: plain python, or torchrun with several processes."""
+    launch = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [sys.executable, *launch, str(ROOT / "train_gpt.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def on_ranks(size: int, function, *arguments, flags: list[str]) -> list:
+    """function(config, world, *arguments) on `size` gloo processes; returns each rank's result. It must be picklable."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train_gpt"])
+    with context.Pool(size) as pool:
+        calls = [pool.apply_async(_on_rank, (rank, size, port, function, arguments, flags)) for rank in range(size)]
+        return [call.get(timeout=120) for call in calls]
+
+
+def _on_rank(rank: int, size: int, port: int, function, arguments, flags):
+    import torch
+
+    import train_gpt
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    config = train_gpt.parse_args(flags)
+    with train_gpt.join_world(config) as world:
+        return function(config, world, *arguments)

@@ -1,0 +1,330 @@
+"""The n-gram table: addresses, sharding, exchange and row-sparse Adam against slow references over the whole table."""
+from __future__ import annotations
+
+import math
+import re
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conftest import ROOT, TINY, on_ranks, write_shard
+from train_gpt import (Batch, Config, NgramTable, UserError, World, channel_bounds, join_world, ngram_addresses, parse_args,
+                       sign_pool, sort_unique, zeros_where_touched)
+
+ROW = {2: [36313, 27191], 3: [17351, 60961, 45259]}
+SIGN = {2: [48271, 30011], 3: [58699, 39779, 26801]}
+
+
+# ---- addressing -----------------------------------------------------------------------------------------------------
+
+def slow_addresses(tokens, starts, num_rows, orders, num_signs, row_factors=ROW, sign_factors=SIGN):
+    """The rule of the design in plain Python integers."""
+    rows, signs = [], []
+    for c, order in enumerate(orders):
+        low, high = c * num_rows // len(orders), (c + 1) * num_rows // len(orders)
+        rows.append([]), signs.append([])
+        for t in range(len(tokens)):
+            history = [tokens[t]]
+            while len(history) < order and t - len(history) >= 0 and not starts[t - len(history) + 1]:
+                history.append(tokens[t - len(history)])
+            if len(history) < order:
+                rows[c].append(high - 1), signs[c].append(0)
+                continue
+            row_hash = sign_hash = 0
+            for token, m, s in zip(history, row_factors[order], sign_factors[order]):
+                row_hash, sign_hash = row_hash ^ m * token, sign_hash ^ s * token
+            rows[c].append(low + row_hash % (high - low - 1)), signs[c].append(sign_hash % num_signs if num_signs else 0)
+    return rows, signs
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_addresses_equal_the_slow_rule(seed):
+    rng = np.random.default_rng(seed)
+    orders = [(2, 3), (2,), (3,), (3, 2)][seed % 4]
+    num_rows = int(rng.choice([2 * len(orders), 7, 1000, 251_520, 84_602_880, 2**31 - 1]))
+    num_signs = int(rng.choice([0, 1, 8192]))
+    length = int(rng.integers(1, 80))
+    tokens = rng.integers(0, rng.choice([3, 256, 65_536]), length)
+    starts = rng.random(length) < rng.choice([0.0, 0.1, 0.9])
+    config = Config(ngram_rows=num_rows, ngram_orders=orders, ngram_signs=num_signs)
+    rows, signs = ngram_addresses(torch.from_numpy(tokens), torch.from_numpy(starts), config)
+    expected_rows, expected_signs = slow_addresses(tokens.tolist(), starts.tolist(), num_rows, orders, num_signs)
+    assert rows.dtype == signs.dtype == torch.int64
+    assert rows.tolist() == expected_rows and signs.tolist() == expected_signs
+    for (low, high), row in zip(channel_bounds(config), rows):
+        assert low <= row.min() and row.max() < high
+
+
+def test_known_addresses():
+    """36313 * 65535 overflows 32 bits; the true remainder is 194908."""
+    config = Config(ngram_rows=251_520, ngram_orders=(2,))
+    tokens, starts = torch.tensor([65535, 65535]), torch.tensor([True, False])
+    rows, _ = ngram_addresses(tokens, starts, config)
+    assert rows.tolist() == [[251_519, 194_908]]
+
+
+def test_addresses_do_not_change_their_arguments_and_take_no_tokens():
+    tokens, starts = torch.tensor([5, 6, 7]), torch.tensor([False, False, True])
+    ngram_addresses(tokens, starts, Config())
+    assert tokens.tolist() == [5, 6, 7] and starts.tolist() == [False, False, True]
+    rows, signs = ngram_addresses(tokens[:0], starts[:0], Config())
+    assert rows.shape == signs.shape == (2, 0)
+
+
+def test_order_matters_to_rows_and_signs():
+    rows, signs = ngram_addresses(torch.tensor([3, 9, 3]), torch.zeros(3, dtype=torch.bool), Config(ngram_rows=100_000))
+    assert rows[0, 1] != rows[0, 2] and signs[0, 1] != signs[0, 2]
+
+
+def test_split_gives_each_order_its_share():
+    config = Config(ngram_rows=1000, ngram_split=(1, 3))
+    assert channel_bounds(config) == [(0, 250), (250, 1000)]
+
+
+@pytest.mark.parametrize("rows, orders", [(3, (2, 3)), (1, (2,)), (2**31, (2, 3))])
+def test_tables_that_cannot_be_addressed_are_refused(rows, orders):
+    with pytest.raises(UserError, match="--ngram_rows"):
+        Config(ngram_rows=rows, ngram_orders=orders)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sort_unique_equals_numpy(seed):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, rng.choice([1, 10, 2**31 - 1]), int(rng.integers(0, 500)))
+    unique, slots = sort_unique(ids)
+    expected, inverse = np.unique(ids, return_inverse=True)
+    assert np.array_equal(unique, expected) and np.array_equal(slots, inverse)
+
+
+# ---- sign pool and storage --------------------------------------------------------------------------------------------
+
+def pool_of(config, world):
+    return sign_pool(config, torch.float32).numpy()
+
+
+def test_sign_pool_is_the_same_everywhere():
+    pool = sign_pool(parse_args(["--device=cpu"]), torch.float32)
+    assert set(pool.unique().tolist()) == {-1.0, 1.0} and pool.shape == (8192, 256)
+    assert abs(pool.mean()) < 0.01 and abs((pool[:-1] * pool[1:]).mean()) < 0.01
+    for other in on_ranks(2, pool_of, flags=["--device=cpu", "--seed=5"]):
+        assert np.array_equal(other, pool.numpy())
+    assert torch.equal(sign_pool(Config(ngram_signs=0), torch.float32), torch.ones(1, 256))
+
+
+@pytest.mark.parametrize("shape, dtype", [((84_602_880, 768), torch.bfloat16), ((2**31 - 1, 2), torch.float32)])
+def test_storage_beyond_the_machine_reads_and_writes_its_last_row(shape, dtype):
+    before = resident_bytes()
+    rows = zeros_where_touched(shape, dtype, torch.device("cpu"))
+    assert rows.numel() > 2**31 and not rows[-1].any() and not rows[shape[0] // 2].any()
+    ids = torch.tensor([0, shape[0] - 1])
+    rows.index_copy_(0, ids, torch.ones(2, shape[1], dtype=dtype))
+    assert torch.equal(rows.index_select(0, ids), torch.ones(2, shape[1], dtype=dtype)) and not rows[-2].any()
+    assert resident_bytes() - before < 50e6
+
+
+def resident_bytes() -> int:
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+
+# ---- update against the eager rule over the whole table -----------------------------------------------------------------
+
+BETA2, WD, EPS = 0.95, 0.014, 1e-10
+SEQ, ROWS_A_STEP = 8, 8
+
+
+def make_steps(kind: str, steps: int, seed: int):
+    """Per step: tokens [ROWS_A_STEP, SEQ], starts, d loss / d e [ROWS_A_STEP, SEQ, dim], lr; with gaps and repeats of n-grams."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for step in range(steps):
+        vocabulary = {"equal": 1, "gaps": 3, "mixed": 40}[kind]
+        tokens = rng.integers(0, vocabulary, (ROWS_A_STEP, SEQ))
+        if kind == "gaps" and step not in (0, 1, 49):
+            tokens += 100 + 7 * step  # the first n-grams are touched at updates 1, 2 and 50 alone
+        starts = rng.random((ROWS_A_STEP, SEQ)) < 0.1
+        starts[:, 0] = True
+        result.append((tokens, starts, rng.standard_normal((ROWS_A_STEP, SEQ, 6)).astype(np.float32), 0.5 * 0.99**step))
+    return result
+
+
+def eager_table(num_rows: int, steps, update_every: int, second_moment: str, signs: int):
+    """Dense gradients by autograd, and the rule applied to every row at every update, in float64."""
+    config = Config(ngram_rows=num_rows, ngram_dim=6, ngram_signs=signs)
+    pool = sign_pool(config, torch.float64)
+    table = torch.zeros(num_rows, 6, dtype=torch.float64)
+    second = torch.zeros(num_rows, 1 if second_moment == "row" else 6, dtype=torch.float64)
+    update = 0
+    for first in range(0, len(steps), update_every):
+        leaf = table.clone().requires_grad_()
+        cycle = steps[first:first + update_every]
+        for tokens, starts, grad, lr in cycle:
+            rows, sign = slow_addresses(tokens.ravel().tolist(), starts.ravel().tolist(), num_rows, (2, 3), signs)
+            read = sum(leaf[torch.tensor(r)] * pool[torch.tensor(s)] for r, s in zip(rows, sign))
+            (read * torch.from_numpy(grad).view(-1, 6).double()).sum().backward()
+        update, g = update + 1, leaf.grad
+        second = BETA2 * second + (1 - BETA2) * (g.square().mean(1, keepdim=True) if second_moment == "row" else g.square())
+        u = cycle[-1][3] * math.sqrt(1 - BETA2**update) * g / (second.sqrt() + EPS)
+        table = table - torch.where(u * table > 0, u + cycle[-1][3] * WD * table, u)
+    return table, second.squeeze(1)
+
+
+def sharded_table(config: Config, world: World, steps, message_bytes: int):
+    """Run the real table over the steps, each rank with its rows of each step; returns this rank's shard and state."""
+    table = NgramTable(config, world, torch.float32)
+    table.max_message_bytes, table.block = message_bytes, 16
+    reads = []
+    low, high = world.share(ROWS_A_STEP)
+    for first in range(0, len(steps), config.ngram_update_every):
+        cycle_steps = steps[first:first + config.ngram_update_every]
+        batches = [Batch(torch.from_numpy(tokens[low:high])[None], None, torch.from_numpy(starts[low:high])[None])
+                   for tokens, starts, _, _ in cycle_steps]
+        cycle = table.plan(batches, world.loader_group)
+        fetched = table.fetch(cycle)
+        grads = torch.zeros(fetched.shape)
+        for i, (_, _, grad, lr) in enumerate(cycle_steps):
+            reads.append(table.read(fetched, cycle.slots[i], cycle.signs[i]).double().sum().item())
+            table.add_grad(grads, cycle.slots[i], cycle.signs[i], torch.from_numpy(grad[low:high]).flatten(0, 1))
+        table.update(cycle, grads, lr)
+    return table.rows.float().numpy(), table.second.numpy(), table.last.numpy(), reads
+
+
+def run_sharded(world_size, steps, num_rows, update_every=1, dtype="float32", moment="row", signs=64, message_bytes=1 << 30):
+    flags = ["--device=cpu", f"--ngram_rows={num_rows}", "--ngram_dim=6", f"--ngram_signs={signs}", f"--ngram_dtype={dtype}",
+             f"--ngram_update_every={update_every}", f"--ngram_second_moment={moment}"]
+    if world_size == 1:
+        config = parse_args(flags)
+        with join_world(config) as world:
+            results = [sharded_table(config, world, steps, message_bytes)]
+    else:
+        results = on_ranks(world_size, sharded_table, steps, message_bytes, flags=flags)
+    rows, second, last, _ = zip(*results)
+    return np.concatenate(rows), np.concatenate(second), np.concatenate(last)
+
+
+CASES = {
+    "200 updates with repeats and decay": dict(kind="mixed", steps=200, num_rows=1003),
+    "touched at updates 1, 2 and 50": dict(kind="gaps", steps=60, num_rows=5000),
+    "fewer rows than ranks": dict(kind="mixed", steps=30, num_rows=5),
+    "all tokens equal, most owners idle": dict(kind="equal", steps=20, num_rows=997),
+    "two steps an update": dict(kind="mixed", steps=50, num_rows=1003, update_every=2),
+    "four steps an update, the last cycle short": dict(kind="mixed", steps=50, num_rows=1003, update_every=4),
+    "a second moment an element": dict(kind="mixed", steps=50, num_rows=1003, moment="element"),
+    "no signs": dict(kind="mixed", steps=20, num_rows=1003, signs=0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_sharded_table_equals_the_eager_rule(case, world_size):
+    spec = dict(CASES[case])
+    if world_size in (2, 4) and case not in list(CASES)[:2]:
+        pytest.skip("world sizes 1, 3 and 8 cover this case")
+    steps = make_steps(spec.pop("kind"), spec.pop("steps"), seed=7)
+    rows, second, _ = run_sharded(world_size, steps, **spec)
+    expected, expected_second = eager_table(spec["num_rows"], steps, spec.get("update_every", 1), spec.get("moment", "row"),
+                                            spec.get("signs", 64))
+    assert np.abs(expected.numpy()).max() > 0.1
+    np.testing.assert_allclose(rows, expected, rtol=2e-4, atol=2e-5)
+    # What an idle row's moment owes is paid when it is touched; compare the ones whose debt is zero or nothing.
+    touched = rows.any(1)
+    assert touched.sum() > 0 and (second[~touched] == 0).all()
+
+
+def test_second_moment_after_a_gap_equals_the_eager_one():
+    steps = make_steps("gaps", 50, seed=7)
+    _, second, last = run_sharded(1, steps, 5000)
+    _, expected = eager_table(5000, steps, 1, "row", 64)
+    fresh = last == 50
+    assert fresh.sum() > 5
+    np.testing.assert_allclose(second[fresh], expected[torch.from_numpy(fresh)], rtol=1e-5)
+
+
+def test_bf16_rows_round_the_float32_rule_and_repeat_bit_for_bit():
+    steps = make_steps("mixed", 1, seed=3)
+    rows, _, _ = run_sharded(1, steps, 1003, dtype="bfloat16")
+    expected, _ = eager_table(1003, steps, 1, "row", 64)
+    assert np.array_equal(rows, expected.float().bfloat16().float().numpy())
+    longer = make_steps("mixed", 50, seed=3)
+    first, again = (run_sharded(1, longer, 1003, dtype="bfloat16") for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again))
+
+
+def test_large_exchanges_go_in_pieces_and_change_nothing():
+    steps = make_steps("mixed", 10, seed=5)
+    whole, pieces = run_sharded(2, steps, 1003), run_sharded(2, steps, 1003, message_bytes=500)
+    assert all(np.array_equal(a, b) for a, b in zip(whole, pieces))
+
+
+def test_untouched_rows_stay_bit_identical():
+    config = parse_args(["--device=cpu", "--ngram_rows=1003", "--ngram_dim=6"])
+    with join_world(config) as world:
+        table = NgramTable(config, world, torch.float32)
+        table.rows.normal_(generator=torch.Generator().manual_seed(0))
+        before = table.rows.clone()
+        batch = Batch(torch.randint(0, 9, (1, 2, 16)), None, torch.zeros(1, 2, 16, dtype=torch.bool))
+        for _ in range(5):
+            cycle = table.plan([batch])
+            table.update(cycle, torch.randn(table.fetch(cycle).shape), 0.3)
+        touched = torch.zeros(1003, dtype=torch.bool)
+        touched[cycle.owned] = True
+        assert torch.equal(before[~touched], table.rows[~touched])
+        assert (before[touched] != table.rows[touched]).any(1).all()
+        assert (table.last[touched] == 5).all() and not table.last[~touched].any() and not table.second[~touched].any()
+
+
+# ---- cost ---------------------------------------------------------------------------------------------------------------
+
+class LargestResult(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made anew, that is, in a storage other than the ones given."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known, self.largest = {t.untyped_storage().data_ptr() for t in known}, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for t in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, t.numel())
+        return result
+
+
+def test_a_step_makes_nothing_of_the_tables_size():
+    config = parse_args(["--device=cpu", "--ngram_rows=3000000", "--ngram_dim=8", "--ngram_signs=16"])
+    with join_world(config) as world:
+        table = NgramTable(config, world, torch.float32)
+        batch = Batch(torch.randint(0, 900, (1, 4, 32)), None, torch.zeros(1, 4, 32, dtype=torch.bool))
+        with LargestResult(table.rows, table.second, table.last) as watch:
+            cycle = table.plan([batch])
+            saved = table.touched(cycle)
+            fetched = table.fetch(cycle)
+            read = table.read(fetched, cycle.slots[0], cycle.signs[0])
+            grads = torch.zeros(fetched.shape)
+            table.add_grad(grads, cycle.slots[0], cycle.signs[0], read)
+            table.update(cycle, grads, 0.1)
+            table.put_back(saved)
+        assert 0 < watch.largest <= 2 * 128 * 8 * 2
+
+
+def test_full_size_table_trains_in_little_memory(tmp_path):
+    """84,602,880 x 768 rows are 121 GiB of addresses; 20 steps of it run in less than 3 GiB."""
+    tokens = np.random.default_rng(0).integers(0, 5000, 60_000)
+    write_shard(tmp_path / "r_train_1.bin", tokens, 5001, 5000), write_shard(tmp_path / "r_val_0.bin", tokens[:2000], 5001, 5000)
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt
+loss = train_gpt.main(sys.argv[1:])
+print("peak_bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", script, *TINY, f"--data={tmp_path}", f"--out={tmp_path}", "--ngram_rows=84602880",
+                           "--model_dim=768", "--heads=6", "--ngram_dim=768", "--layers=1", "--sample_tokens=0",
+                           "--val_tokens=1024"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step:20/20 val_loss" in done.stdout
+    assert int(re.search(r"peak_bytes (\d+)", done.stdout)[1]) < 3 << 30
