@@ -249,13 +249,19 @@ def join_world(config: Config):
         dist.destroy_process_group()
 
 
-def agree(world: World, error: UserError | None) -> None:
-    """Raise on all ranks if any rank brings an error, so that none goes on alone; the lowest rank's message is told."""
+def together(world: World, action):
+    """action() on every rank; where it ends in a UserError on any, all ranks raise the lowest rank's, and none goes on alone."""
+    result = error = None
+    try:
+        result = action()
+    except UserError as caught:
+        error = str(caught)
     errors = [None] * world.size
-    dist.all_gather_object(errors, None if error is None else str(error))
+    dist.all_gather_object(errors, error)
     for message in errors:
         if message is not None:
             raise UserError(message)
+    return result
 
 
 def exchange_rows(send: Tensor, send_counts: list[int], recv_counts: list[int], pieces: int, world: World,
@@ -294,14 +300,18 @@ class Shard:
     vocab_size: int
     doc_start: int
 
-    def tokens(self) -> np.ndarray:
-        """uint16 [num_tokens], mapped read-only from the file."""
-        return np.memmap(self.path, dtype=np.uint16, mode="r", offset=SHARD_HEADER_BYTES, shape=(self.num_tokens,))
+    def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
+        """uint16 [count] from position `first`, to the end by default. Read, not mapped: memory must not grow with the data."""
+        count = self.num_tokens - first if count is None else count
+        tokens = np.fromfile(self.path, dtype=np.uint16, count=count, offset=SHARD_HEADER_BYTES + 2 * first)
+        if len(tokens) != count:
+            raise UserError(f"{self.path}: found {len(tokens)} tokens from {first} on, expected {count}; it changed during the run")
+        return tokens
 
     def check_ids(self) -> None:
         """Read the whole file once; raise UserError where an id is not below the vocabulary size."""
         for start in range(0, self.num_tokens, 1 << 24):
-            largest = int(read_tokens(self, start, min(1 << 24, self.num_tokens - start)).max())
+            largest = int(self.read(start, min(1 << 24, self.num_tokens - start)).max())
             if largest >= self.vocab_size:
                 raise UserError(f"{self.path}: found token id {largest}, expected ids below its vocabulary size "
                                 f"{self.vocab_size}; it was made with another tokenizer or is damaged: make it anew")
@@ -328,14 +338,6 @@ def open_shard(path: str | Path) -> Shard:
         raise UserError(f"{path}: found vocabulary size {vocab_size} and document-start token {doc_start}, expected "
                         f"0 <= document start < vocabulary size <= 65536; the header is damaged: make it again")
     return Shard(path, num_tokens, vocab_size, doc_start)
-
-
-def read_tokens(shard: Shard, first: int, count: int) -> np.ndarray:
-    """uint16 [count] from position `first`; read, not mapped, so that memory does not grow with the data."""
-    tokens = np.fromfile(shard.path, dtype=np.uint16, count=count, offset=SHARD_HEADER_BYTES + 2 * first)
-    if len(tokens) != count:
-        raise UserError(f"{shard.path}: found {len(tokens)} tokens from {first} on, expected {count}; it changed during the run")
-    return tokens
 
 
 class TokenStream:
@@ -365,18 +367,23 @@ class TokenStream:
         while count > 0:
             shard = self.shards[index]
             offset = first - (int(self.ends[index]) - shard.num_tokens)
-            part = read_tokens(shard, offset, min(count, shard.num_tokens - offset))
+            part = shard.read(offset, min(count, shard.num_tokens - offset))
             parts.append(part)
             first, count, index = first + len(part), count - len(part), index + 1
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def golden_stride(num_rows: int) -> int:
-    """The number nearest above num_rows / golden ratio that has no factor in common with num_rows."""
-    stride = max(1, round(num_rows * (math.sqrt(5) - 1) / 2))
-    while math.gcd(stride, num_rows) != 1:
-        stride += 1
-    return stride
+    """A stride near num_rows / golden ratio, without a common factor, whose multiples modulo num_rows lie the most evenly."""
+    def largest_quotient(stride: int) -> int:  # of the continued fraction; the multiples bunch up where it is large
+        a, b, largest = num_rows, stride, 1
+        while b:
+            largest, a, b = max(largest, a // b), b, a % b
+        return largest
+
+    golden = max(1, round(num_rows * (math.sqrt(5) - 1) / 2))
+    near = [stride for stride in range(golden, golden + 200) if math.gcd(stride, num_rows) == 1]
+    return min(near, key=largest_quotient)
 
 
 @dataclass(frozen=True)
@@ -389,7 +396,7 @@ class Dataset:
 
 
 def open_dataset(config: Config, world: World) -> Dataset:
-    """Find, check and fingerprint the shards. Every id that the run can read is checked, each rank looking at its share."""
+    """Find, check and fingerprint the shards. Every id is checked, each rank looking at its share of the files."""
     folder, found = Path(config.data), {}
     for split in ("train", "val"):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
@@ -406,13 +413,8 @@ def open_dataset(config: Config, world: World) -> Dataset:
     train = TokenStream(found["train"], config.seq_len, config.spread_rows)
     val = TokenStream(found["val"][:1], config.seq_len, config.spread_rows)  # by name: the first, however many were fetched
     check_enough_tokens(config, train, val)
-    error = None
-    try:
-        for shard in shards[world.rank::world.size]:
-            shard.check_ids()
-    except UserError as caught:
-        error = caught
-    agree(world, error)
+    for shard in shards[world.rank::world.size]:
+        shard.check_ids()
     fingerprints = {split: fingerprint(found[split]) for split in found}
     return Dataset(train, val, first.vocab_size, first.doc_start, fingerprints)
 
@@ -437,7 +439,7 @@ def fingerprint(shards: list[Shard]) -> str:
         digest.update(f"{shard.path.name} {shard.num_tokens} {shard.vocab_size} {shard.doc_start}".encode())
         width = min(1024, shard.num_tokens)
         for i in range(64):
-            digest.update(read_tokens(shard, i * (shard.num_tokens - width) // 63, width).tobytes())
+            digest.update(shard.read(i * (shard.num_tokens - width) // 63, width).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -739,7 +741,8 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square() / x.shape[-1]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square() / x.shape[-1]
         scale = (mean_square + 1e-6).rsqrt().to(x.dtype)
         y = x * scale
         ctx.save_for_backward(y, scale)
@@ -1232,33 +1235,44 @@ def evaluate(forward, table: NgramTable | None, val: list, world: World) -> floa
     return float(total[0] / total[1])
 
 
-# GPT-2's pre-tokenizer; one pattern serves every tokenizer file that data/text.py writes.
-TOKENIZER_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+TOKENIZER_FILE = "tokenizer.tiktoken"
+# GPT-2's split into words, which BPE never merges across; one pattern serves every tokenizer that data/text.py writes.
+TOKENIZER_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def tokenizer_encoding(tokens: list[bytes]):
+    """tiktoken.Encoding in which a token's id is its place in the list, and the document start is the id behind them."""
+    import tiktoken  # here, since training never needs it
+    ranks = {token: i for i, token in enumerate(tokens)}
+    return tiktoken.Encoding("shards", pat_str=TOKENIZER_PATTERN, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": len(tokens)})
 
 
 def load_tokenizer(folder: str | Path):
-    """tiktoken.Encoding of the `tokenizer.tiktoken` beside the shards, or None where there is none."""
-    path = Path(folder) / "tokenizer.tiktoken"
+    """The tiktoken.Encoding of the tokenizer file beside the shards, or None where there is none."""
+    path = Path(folder) / TOKENIZER_FILE
     if not path.exists():
         return None
-    import tiktoken  # here, since training never needs it
-    pairs = [line.split() for line in path.read_bytes().splitlines() if line]
-    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    return tiktoken.Encoding(path.stem, pat_str=TOKENIZER_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    try:
+        lines = [line.split() for line in path.read_bytes().splitlines()]
+        ranks = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
+        return tokenizer_encoding([ranks[i] for i in range(len(lines))])
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path}: found a damaged line ({error}), expected a token in base64 and its rank on each; make the "
+                        f"shards again with `python data/text.py`") from None
 
 
 @torch.no_grad()
-def sample_text(model: GPT, table: NgramTable | None, config: Config, doc_start: int, tokenizer, world: World) -> str:
+def sample_text(model: GPT, table: NgramTable | None, dataset: Dataset, config: Config, tokenizer, world: World) -> str:
     """Continue `sample` (or begin a document) by sample_tokens tokens. A collective: all ranks draw the same tokens."""
     generator = torch.Generator().manual_seed(config.seed)
-    ids = [doc_start] + (tokenizer.encode_ordinary(config.sample) if config.sample else [])
-    known = tokenizer.n_vocab if tokenizer else doc_start
+    ids = [dataset.doc_start] + (tokenizer.encode_ordinary(config.sample) if config.sample else [])
     for _ in range(config.sample_tokens):
         window = torch.tensor(ids[-config.seq_len:] + [-1])[None]
-        batch = make_batch(window, 1, 1, doc_start)
+        batch = make_batch(window, 1, 1, dataset.doc_start)
         memory = read_memory(table, batch, table and table.plan([batch]))
         batch = batch.to(world.device)
-        logits = model.logits(batch.tokens[0], batch.starts[0], memory)[0, :known].cpu()
+        logits = model.logits(batch.tokens[0], batch.starts[0], memory)[0, :dataset.vocab_size].cpu()
         ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
     ids = ids[1:]
     return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
@@ -1383,7 +1397,7 @@ class Trainer:
                 table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1))
             loss_sum += loss.detach()
         scale = lr_scale(step, config)
-        if table and step + 1 in (cycle_steps(step // config.ngram_update_every, config).stop,):
+        if table and step + 1 == cycle_steps(step // config.ngram_update_every, config).stop:
             table.update(cycle, self.table_grads, config.ngram_lr * scale)
         self.optimizer.step(scale, muon_momentum(step, config))
         dist.all_reduce(loss_sum)
@@ -1396,7 +1410,8 @@ class Trainer:
         """Run the first cycle and an evaluation, then put back all that changed, so that the clock meets everything warm."""
         batches, cycle = self.prepare(0)
         cycle = cycle and cycle.to(self.world.device)
-        saved, table_saved = [t.clone() for t in self.optimizer.tensors()], self.table and self.table.touched(cycle)
+        saved, updates = [t.clone() for t in self.optimizer.tensors()], self.optimizer.updates
+        table_saved = self.table and self.table.touched(cycle)
         for _ in range(self.config.warmup_steps):
             for step, batch in enumerate(batches):
                 self.train_step(step, batch, cycle)
@@ -1404,7 +1419,7 @@ class Trainer:
             evaluate(self.forward, self.table, self.val[:1], self.world)
         for tensor, old in zip(self.optimizer.tensors(), saved):
             tensor.copy_(old)
-        self.optimizer.updates = 0
+        self.optimizer.updates = updates
         if self.table:
             self.table.put_back(table_saved)
         self.fetched = self.table_grads = None
@@ -1508,7 +1523,7 @@ def finish(trainer: Trainer, log: RunLog, val_loss: float, train_time_s: float, 
     config = trainer.config
     if config.sample_tokens:
         tokenizer = load_tokenizer(config.data)
-        text = sample_text(trainer.model, trainer.table, config, trainer.dataset.doc_start, tokenizer, trainer.world)
+        text = sample_text(trainer.model, trainer.table, trainer.dataset, config, tokenizer, trainer.world)
         log.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
     if config.ngram_rows and log.main:
         for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, trainer.world.size):
@@ -1529,17 +1544,6 @@ def keep_freed_memory() -> None:
         M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 << 20)):
             ctypes.CDLL(None).mallopt(option, value)
-
-
-def together(world: World, action):
-    """action() on every rank; if it ends in a UserError on any, all ranks raise the first rank's."""
-    result = error = None
-    try:
-        result = action()
-    except UserError as caught:
-        error = caught
-    agree(world, error)
-    return result
 
 
 def main(argv: list[str] | None = None) -> float:

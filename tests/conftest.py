@@ -10,9 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+torch.set_num_threads(1)  # the tests' tensors are too small for more
 
 VOCAB, DOC_START = 61, 60
 TINY = ["--track=cpu", "--device=cpu", "--steps=20", "--batch_tokens=1536", "--seq_len=32", "--layers=2", "--model_dim=32", "--heads=2",
@@ -67,8 +70,6 @@ def on_ranks(size: int, function, *arguments, flags: list[str]) -> list:
 
 
 def _on_rank(rank: int, size: int, port: int, function, arguments, flags):
-    import torch
-
     import train_gpt
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),

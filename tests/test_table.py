@@ -324,7 +324,7 @@ print("peak_bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
     done = subprocess.run([sys.executable, "-c", script, *TINY, f"--data={tmp_path}", f"--out={tmp_path}", "--ngram_rows=84602880",
                            "--model_dim=768", "--heads=6", "--ngram_dim=768", "--layers=1", "--sample_tokens=0",
-                           "--val_tokens=1024"], capture_output=True, text=True)
+                           "--batch_tokens=512", "--val_tokens=512"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "step:20/20 val_loss" in done.stdout
     assert int(re.search(r"peak_bytes (\d+)", done.stdout)[1]) < 3 << 30

@@ -1,0 +1,514 @@
+"""The trainer: flags, stream, model, update rules, and whole runs on one and several ranks."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_gpt
+from conftest import DOC_START, ROOT, TINY, VOCAB, markov_tokens, on_ranks, run_trainer, write_shard
+from train_gpt import (GPT, Config, NgramTable, RMSNorm, SoftcappedLoss, SquaredReLU, TokenStream, Trainer, UserError, World,
+                       adam_update, golden_stride, join_world, lr_scale, make_batch, muon_momentum, muon_update, open_dataset,
+                       open_shard, orthogonalize, parse_args, rank_batch, rule_of, table_report)
+
+
+def world_of(rank: int, size: int) -> World:
+    return World(rank, size, size, torch.device("cpu"), None)
+
+
+@pytest.fixture
+def tiny(tiny_data, tmp_path):
+    return [*TINY, f"--data={tiny_data}", f"--out={tmp_path / 'logs'}"]
+
+
+def losses(text: str) -> list[float]:
+    return [float(x) for x in re.findall(r"^step:\S+ (?:train|val)_loss:(\S+)", text, re.MULTILINE)]
+
+
+# ---- import and flags ---------------------------------------------------------------------------------------------------
+
+def test_import_has_no_effect(tmp_path):
+    """No file written, no socket, no process, no device, no process group, no change of torch's settings."""
+    script = f"""
+import sys
+import numpy, torch, torch.distributed as dist
+before = (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed(), torch.are_deterministic_algorithms_enabled())
+events = []
+def watch(name, arguments):
+    writes = name == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    if writes and "__pycache__" not in str(arguments[0]) or name.startswith(("socket.", "subprocess.", "os.mkdir", "urllib.")):
+        events.append((name, arguments))
+sys.addaudithook(watch)
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt
+assert not events, events
+assert not dist.is_initialized() and not torch.cuda.is_initialized()
+assert before == (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed(), torch.are_deterministic_algorithms_enabled())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_field_is_a_flag_with_its_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    flags = set(re.findall(r"--(\w+)", text)) - {"help"}
+    assert flags == {f.name for f in dataclasses.fields(Config)}
+    for f in dataclasses.fields(Config):
+        assert " ".join(f.metadata["help"].split()) in text
+
+
+@pytest.mark.parametrize("arguments, field, value", [
+    (["--ngram_rows=5000"], "ngram_rows", 5000), (["--ngram-rows=5000"], "ngram_rows", 5000), (["--ngram-rows", "5000"], "ngram_rows", 5000),
+    (["--compile"], "compile", True), (["--compile", "--no-compile"], "compile", False), (["--no_spread_rows"], "spread_rows", False),
+    (["--compile=false"], "compile", False), (["--ngram_orders=2,3,4"], "ngram_orders", (2, 3, 4)), (["--ngram_split=1,3"], "ngram_split", (1, 3)),
+    (["--track=fineweb"], "model_dim", 768), (["--track=fineweb", "--layers=2"], "layers", 2), (["--sample=a-b"], "sample", "a-b"),
+    ([], "track", "cpu"), ([], "device", "cpu"),
+])
+def test_flags(arguments, field, value):
+    assert getattr(parse_args(["--device=cpu", *arguments]), field) == value
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--layer=3"], "--layer=3"), (["--nonsense=1"], "--nonsense"), (["--layers=two"], "--layers"), (["--layers=0"], "--layers"),
+    (["--batch_tokens=1000"], "--batch_tokens"), (["--heads=3"], "--heads"), (["--compile=maybe"], "--compile"),
+    (["--ngram_orders=2,9"], "--ngram_orders"), (["--ngram_dim=999"], "--ngram_dim"), (["--track=moon"], "--track"),
+    (["--ngram_rows=3"], "--ngram_rows"), (["--val_tokens=100"], "--val_tokens"),
+])
+def test_bad_flags_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--device=cpu", *arguments])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("track", train_gpt.TRACKS)
+def test_presets_are_valid(track):
+    assert parse_args(["--device=cpu", f"--track={track}"]).track == track
+
+
+# ---- stream -------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def stream_of(tmp_path):
+    def make(lengths, seq_len, spread=False):
+        tokens = np.arange(sum(lengths)) % 50_000
+        cuts = np.cumsum([0, *lengths])
+        shards = [open_shard(write_shard(tmp_path / f"s_train_{i}.bin", tokens[a:b], 50_257, 50_256))
+                  for i, (a, b) in enumerate(zip(cuts, cuts[1:]))]
+        return TokenStream(shards, seq_len, spread)
+    return make
+
+
+@pytest.mark.parametrize("lengths", [[100], [33, 1, 66], [5] * 20])
+def test_rows_are_the_shards_laid_end_to_end(stream_of, lengths):
+    stream = stream_of(lengths, 8)
+    assert stream.num_rows == 12  # 96 inputs and targets up to 97 of the 100 tokens
+    rows = stream.read(0, 12)
+    assert rows.dtype == torch.int64
+    assert torch.equal(rows, torch.arange(12)[:, None] * 8 + torch.arange(9))
+    assert torch.equal(stream.read(12, 2), rows[:2])  # it starts over at row ends, never inside one
+
+
+def test_a_last_row_needs_its_target(stream_of):
+    assert stream_of([96], 8).num_rows == 11 and stream_of([97], 8).num_rows == 12
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 10, 97, 997, 1000, 48_597])
+def test_spread_order_visits_each_row_once_and_evenly(num_rows):
+    stride = golden_stride(num_rows)
+    order = np.arange(num_rows) * stride % num_rows
+    assert len(set(order.tolist())) == num_rows
+    if num_rows > 500:
+        gaps = np.diff(np.sort(order[:100]))
+        assert gaps.max() < 2 * num_rows / 100
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_rows", [1, 3, 7])
+def test_slices_of_all_ranks_are_the_same_tokens(stream_of, size, micro_rows):
+    stream = stream_of([1000], 8, spread=True)
+    batches = [rank_batch(stream, 20, 7, micro_rows, 50_256, world_of(rank, size)) for rank in range(size)]
+    assert len({batch.tokens.shape for batch in batches}) == 1
+    real = [batch.targets.flatten(0, 1)[:, 0] >= 0 for batch in batches]
+    tokens = torch.cat([batch.tokens.flatten(0, 1)[keep] for batch, keep in zip(batches, real)])
+    targets = torch.cat([batch.targets.flatten(0, 1)[keep] for batch, keep in zip(batches, real)])
+    expected = stream.read(20, 7)
+    assert torch.equal(tokens, expected[:, :-1]) and torch.equal(targets, expected[:, 1:])
+
+
+def test_segments_begin_at_documents_and_rows():
+    batch = make_batch(torch.tensor([[5, 9, 6, 7, 9], [7, 7, 7, 7, 7]]), 3, 3, 9)
+    assert batch.starts.tolist() == [[[True, True, False, False], [True, False, False, False], [True] * 4]]
+    assert batch.targets.tolist() == [[[9, 6, 7, 9], [7] * 4, [-1] * 4]]
+
+
+# ---- model ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("function, reference, shape", [
+    (RMSNorm.apply, lambda x: F.rms_norm(x, (x.shape[-1],), eps=1e-6), (3, 5, 16)),
+    (SquaredReLU.apply, lambda x: F.relu(x).square(), (3, 5, 16)),
+])
+def test_layers_equal_torchs(function, reference, shape):
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    grad = torch.randn(shape, dtype=torch.float64)
+    function(a).backward(grad), reference(b).backward(grad)
+    torch.testing.assert_close(function(x), reference(x), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_loss_equals_cross_entropy_of_softcapped_logits(chunk):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(20, 8, generator=generator), 3 * torch.randn(13, 8, generator=generator)
+    targets = torch.randint(-1, 13, (20,), generator=generator)
+    a, wa, b, wb = (t.clone().requires_grad_() for t in (x, weight, x, weight))
+    loss = SoftcappedLoss.apply(a, wa, targets, chunk)
+    expected = F.cross_entropy(23 * torch.sigmoid((b @ wb.T + 5) / 7.5), targets, ignore_index=-1, reduction="sum")
+    (2 * loss).backward(), (2 * expected).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(wa.grad, wb.grad, rtol=1e-4, atol=1e-5)
+
+
+def lively_model(config: Config):
+    """A model and a table in which nothing is zero, so that whatever could leak does."""
+    generator = torch.Generator().manual_seed(0)
+    model = GPT(config, VOCAB)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * (0.5 if p.dim() < 2 else p.shape[-1] ** -0.5))
+    table = NgramTable(config, world_of(0, 1), torch.float32)
+    table.rows.normal_(generator=generator)
+    return model, table
+
+
+def hidden_states(model, table, tokens, config):
+    batch = make_batch(torch.cat((tokens, tokens[:, :1]), 1), len(tokens), len(tokens), DOC_START)
+    rows, signs = train_gpt.ngram_addresses(batch.tokens.flatten(), batch.starts.flatten(), config)
+    memory = table.read(table.rows, rows, signs).view(*tokens.shape, -1)
+    with torch.no_grad():
+        return model.hidden(batch.tokens[0], batch.starts[0], memory)
+
+
+@pytest.fixture(scope="module")
+def alive():
+    config = parse_args(["--device=cpu", *TINY[2:], "--ngram_orders=2,3,4"])
+    return (*lively_model(config), config)
+
+
+def test_a_token_changes_nothing_before_it(alive):
+    *parts, config = alive
+    tokens = torch.randint(0, VOCAB - 1, (2, 32))
+    before = hidden_states(*parts, tokens, config)
+    for t in (1, 15, 31):
+        changed = tokens.clone()
+        changed[0, t] = (changed[0, t] + 1) % (VOCAB - 1)
+        after = hidden_states(*parts, changed, config)
+        assert torch.equal(after[0, :t], before[0, :t]) and not torch.equal(after[0, t], before[0, t])
+        assert torch.equal(after[1], before[1])  # nor in another row
+
+
+def test_a_segment_changes_nothing_in_another(alive):
+    *parts, config = alive
+    tokens = torch.randint(0, VOCAB - 1, (1, 32))
+    tokens[0, 11] = tokens[0, 20] = DOC_START
+    before = hidden_states(*parts, tokens, config)
+    changed = tokens.clone()
+    changed[0, 12:20] = (changed[0, 12:20] + 1) % (VOCAB - 1)
+    after = hidden_states(*parts, changed, config)
+    same = (after == before).all(-1)[0]
+    assert same[:12].all() and same[20:].all() and not same[12:20].any()
+
+
+def test_weights_depend_on_the_seed_alone():
+    a, b, c = (GPT(parse_args(["--device=cpu", *TINY[2:], f"--seed={seed}"]), VOCAB) for seed in (1, 1, 2))
+    assert torch.equal(a.blocks[1].qkv, b.blocks[1].qkv) and not torch.equal(a.embed, c.embed)
+
+
+# ---- update rules and schedules ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 64, 16), (1, 16, 64)])
+def test_orthogonalized_singular_values_are_near_one(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalize(matrices))
+    assert (values > 0.7).all() and (values < 1.3).all()
+    u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+    assert (orthogonalize(matrices) * (u @ v)).sum() / math.prod(shape) * max(shape[1:]) > 0.9
+
+
+def test_muon_moves_along_the_orthogonalized_momentum():
+    weights, grads = torch.zeros(2, 8, 32), torch.randn(2, 8, 32)
+    momentum = torch.zeros_like(weights)
+    muon_update(weights, grads.clone(), momentum, lr=0.1, beta=0.9, wd=0.0)
+    torch.testing.assert_close(momentum, 0.1 * grads)
+    torch.testing.assert_close(weights, -0.1 * orthogonalize(grads))
+    tall = torch.zeros(2, 32, 8)
+    muon_update(tall, grads.mT.clone(), torch.zeros_like(tall), lr=0.1, beta=0.9, wd=0.0)
+    torch.testing.assert_close(tall, 2 * weights.mT)
+
+
+def test_adam_equals_torchs_adamw():
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.randn(50, generator=generator)
+    theirs = torch.nn.Parameter(ours.clone())
+    reference = torch.optim.AdamW([theirs], lr=0.01, betas=(0.8, 0.95), eps=train_gpt.ADAM_EPS, weight_decay=0.1)
+    first, second = torch.zeros(50), torch.zeros(50)
+    for update in range(1, 30):
+        theirs.grad = torch.randn(50, generator=generator)
+        adam_update(ours, theirs.grad, first, second, update, 0.01, 0.8, 0.95, 0.1)
+        reference.step()
+    torch.testing.assert_close(ours, theirs.detach())
+
+
+def test_every_parameter_has_exactly_one_rule():
+    for name, _ in GPT(Config(), 300).named_parameters():
+        rule_of(name)
+    with pytest.raises(AssertionError, match="surprise"):
+        rule_of("surprise")
+
+
+def test_buckets_hold_every_parameter_once_for_any_world_size():
+    for size in (1, 2, 3, 8):  # 8 square matrices (qkv, out) and 4 of the MLP: none a multiple of 3
+        model = GPT(parse_args(["--device=cpu", *TINY[2:]]), VOCAB)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        buckets = train_gpt.Optimizer(model, Config(), world_of(0, size)).buckets
+        for name, p in model.named_parameters():
+            assert torch.equal(p, before[name])
+            p.grad.add_(1), p.data.add_(1)
+        for values in ("weights", "grads"):
+            total = sum(getattr(bucket, values).sum() for bucket in buckets)
+            size_of_all = sum(p.numel() for p in model.parameters())
+            expected = size_of_all + (sum(b.sum() for b in before.values()) if values == "weights" else 0)
+            torch.testing.assert_close(total, torch.as_tensor(expected, dtype=torch.float32), rtol=1e-4, atol=0.1)
+        assert all(len(bucket.weights) == size * bucket.share_size for bucket in buckets)
+
+
+def test_schedules():
+    config = Config(steps=100, cooldown=0.4, final_lr=0.1, muon_momentum_steps=50)
+    assert lr_scale(0, config) == lr_scale(59, config) == 1.0
+    assert lr_scale(80, config) == pytest.approx(0.55) and lr_scale(100, config) == pytest.approx(0.1)
+    assert muon_momentum(0, config) == 0.85 and muon_momentum(25, config) == pytest.approx(0.9)
+    assert muon_momentum(99, config) == 0.95
+    assert [list(train_gpt.cycle_steps(c, Config(steps=5, ngram_update_every=2))) for c in range(3)] == [[0, 1], [2, 3], [4]]
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------------
+
+GOLDEN = 3.35459
+
+
+def test_golden_run(tiny):
+    """20 steps of a tiny config end where they always did; a change that moves them must say why."""
+    final = train_gpt.main(tiny)
+    assert final == pytest.approx(GOLDEN, abs=3e-3)
+
+
+def test_a_run_repeats_bit_for_bit(tiny):
+    assert train_gpt.main(tiny) == train_gpt.main(tiny)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_agree_with_one_process(tiny, ranks):
+    one, several = run_trainer(*tiny, "--ngram_update_every=2"), run_trainer(*tiny, "--ngram_update_every=2", ranks=ranks)
+    assert one.returncode == several.returncode == 0, several.stderr
+    assert len(losses(one.stdout)) == 5 and losses(one.stdout)[-1] < losses(one.stdout)[0] - 0.3
+    np.testing.assert_allclose(losses(several.stdout), losses(one.stdout), atol=2e-5)
+
+
+def test_micro_batches_change_memory_alone(tiny):
+    whole, micro = (train_gpt.main([*tiny, "--ngram_dtype=float32", f"--micro_batch_tokens={tokens}"]) for tokens in (0, 160))
+    assert micro == pytest.approx(whole, abs=2e-5)
+
+
+@pytest.mark.parametrize("flag", ["--ngram_rows=0", "--ngram_signs=0", "--ngram_dtype=float32", "--ngram_orders=2", "--sample_tokens=0"])
+def test_ablations_run(tiny, flag):
+    assert math.isfinite(train_gpt.main([*tiny, flag, "--steps=3"]))
+
+
+def test_table_helps_on_text_that_n_grams_predict(tiny):
+    assert train_gpt.main(tiny) < train_gpt.main([*tiny, "--ngram_rows=0"]) - 0.02
+
+
+def test_warm_up_leaves_everything_bit_identical(tiny):
+    config = parse_args([*tiny, "--ngram_update_every=2"])
+    with join_world(config) as world:
+        dataset = open_dataset(config, world)
+
+        def state(trainer):
+            table = trainer.table
+            return [t.clone() for t in (*trainer.optimizer.tensors(), table.rows, table.second, table.last)] + [
+                torch.tensor([trainer.optimizer.updates, table.updates]), torch.random.get_rng_state(),
+                *[b.grads.clone() for b in trainer.optimizer.buckets]]
+        trainer = Trainer(config, world, dataset)
+        batches, cycle = trainer.prepare(0)
+        trainer.train_step(0, batches[0], cycle), trainer.train_step(1, batches[1], cycle)
+        before = state(trainer)
+        trainer.warm_up()
+        assert all(torch.equal(a, b) for a, b in zip(before, state(trainer)))
+        fresh, warmed = Trainer(config, world, dataset), Trainer(config, world, dataset)
+        warmed.warm_up()
+        assert all(torch.equal(a, b) for a, b in zip(state(fresh), state(warmed)))
+    assert train_gpt.main([*tiny, "--warmup_steps=0"]) == train_gpt.main([*tiny, "--warmup_steps=3"])
+
+
+def evaluate_on(config, world, seed):
+    dataset = open_dataset(config, world)
+    trainer = Trainer(config, world, dataset)
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(config.ngram_rows, config.ngram_dim, generator=generator)
+    low, high = world.share(config.ngram_rows)
+    trainer.table.rows.copy_(table[low:high])
+    with torch.no_grad():
+        trainer.model.head.copy_(torch.randn(trainer.model.head.shape, generator=generator) * 0.3)
+    return trainer.evaluate()
+
+
+def test_validation_loss_is_the_same_for_any_world_size_and_micro_batch(tiny):
+    values = [value for size, micro in ((2, 0), (3, 96), (4, 32))
+              for value in on_ranks(size, evaluate_on, 1, flags=[*tiny, f"--micro_batch_tokens={micro}"])]
+    config = parse_args(tiny)
+    with join_world(config) as world:
+        expected = evaluate_on(config, world, 1)
+    assert values == pytest.approx([expected] * len(values), abs=1e-5) and expected > 1
+
+
+def test_log_holds_what_made_the_run(tiny, tmp_path):
+    final = train_gpt.main([*tiny, "--run_id=abc", "--target_loss=3.9", "--seed=4"])
+    text = (tmp_path / "logs/abc.txt").read_text()
+    header = json.loads(re.match(r"run:(\{.*\})\n", text)[1])
+    assert header["config"]["seed"] == 4 and header["world_size"] == 1 and header["device_name"] == "cpu"
+    assert header["target_loss"] == 3.9 and header["clock"] == "train-only" and header["torch"] == torch.__version__
+    source = tmp_path / f"logs/train_gpt_{header['source_sha256'][:16]}.py"
+    assert source.read_bytes() == (ROOT / "train_gpt.py").read_bytes()
+    values = re.findall(r"^step:(\d+)/20 val_loss:(\S+) train_time:(\d+)ms step_avg:(\S+)ms$", text, re.MULTILINE)
+    assert [int(step) for step, *_ in values] == [0, 10, 20] and values[0][2:] == ("0", "nan")
+    assert re.search(rf"^final step:20/20 val_loss:{final:.5f} train_time:{values[-1][2]}ms$", text, re.MULTILINE)
+    assert re.search(r"\ntarget val_loss:3.9 met at step:(10|20) train_time:\d+ms\n$", text)
+    with pytest.raises(UserError, match="abc.txt: found a log of that name"):
+        train_gpt.main([*tiny, "--run_id=abc"])
+    train_gpt.main([*tiny, "--run_id=other", "--target_loss=0.1"])
+    assert (tmp_path / "logs/other.txt").read_text().endswith("target val_loss:0.1 not met\n")
+    assert len(list((tmp_path / "logs").glob("*.py"))) == 1 and text == (tmp_path / "logs/abc.txt").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path, ranks):
+    done = run_trainer(*tiny, "--adam_lr=inf", "--run_id=bad", ranks=ranks)
+    assert done.returncode == 1
+    assert re.search(r"error: training loss: found (nan|inf|-inf) after step \d+, expected a finite number", done.stderr)
+    assert re.search(r"^error: ", (tmp_path / "logs/bad.txt").read_text(), re.MULTILINE)
+
+
+# ---- bad input and plans ----------------------------------------------------------------------------------------------------
+
+def copy_data(tiny_data, tmp_path):
+    for path in tiny_data.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def cut_train(folder):
+    path = folder / "tiny_train_000002.bin"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+FAULTS = {
+    "no shards": (lambda folder: [path.unlink() for path in folder.glob("*")], r"found no \*_train_\*\.bin, expected token shards"),
+    "no validation": (lambda folder: (folder / "tiny_val_000000.bin").unlink(), r"found no \*_val_\*\.bin"),
+    "cut short": (cut_train, r"tiny_train_000002\.bin: found 40926 bytes, expected 41026"),
+    "foreign file": (lambda folder: (folder / "x_train_1.bin").write_bytes(b"x" * 3000), r"x_train_1\.bin: found magic"),
+    "id too large": (lambda folder: write_shard(folder / "tiny_train_000002.bin", [1, 2, VOCAB] * 9000),
+                     r"tiny_train_000002\.bin: found token id 61, expected ids below its vocabulary size 61"),
+    "two vocabularies": (lambda folder: write_shard(folder / "tiny_train_000002.bin", [1] * 9000, 99),
+                         r"tiny_train_000002\.bin: found vocabulary size 99"),
+    "too few tokens": (lambda folder: [(folder / f"tiny_train_00000{i}.bin").unlink() for i in (1,)],
+                       r"found 20,001 train tokens, expected 30,721 for 20 steps of 1,536.*--epochs=2"),
+    "too little validation": (lambda folder: write_shard(folder / "tiny_val_000000.bin", [1] * 1000), r"--val_tokens=992"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_bad_data_ends_in_one_clear_error(tiny, tiny_data, tmp_path, fault):
+    make, message = FAULTS[fault]
+    folder = copy_data(tiny_data, tmp_path)
+    make(folder)
+    with pytest.raises(UserError, match=message):
+        train_gpt.main([*tiny, f"--data={folder}"])
+
+
+def test_bad_data_ends_every_rank(tiny, tiny_data, tmp_path):
+    """The bad id lies in a shard that only rank 1 checks."""
+    folder = copy_data(tiny_data, tmp_path)
+    FAULTS["id too large"][0](folder)
+    done = run_trainer(*tiny, f"--data={folder}", ranks=3)
+    assert done.returncode == 1 and "error: " in done.stderr
+    assert re.search(FAULTS["id too large"][1], done.stderr) and "Traceback" not in done.stderr.split("error: ")[0]
+
+
+def test_epochs_read_the_data_again(tiny, tmp_path):
+    write_shard(tmp_path / "t_train_1.bin", markov_tokens(9000, 1)), write_shard(tmp_path / "t_val_1.bin", markov_tokens(3000, 2))
+    assert math.isfinite(train_gpt.main([*tiny, f"--data={tmp_path}", "--epochs=4"]))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_dry_run_plans_without_training(tiny, tmp_path, ranks):
+    out = run_trainer(*tiny, "--dry_run", ranks=ranks).stdout
+    assert f"plan for {ranks} rank" in out and "train tokens on disk" in out and "50,001" in out and "table rows" in out
+    assert "step:" not in out and not (tmp_path / "logs").exists()
+
+
+def test_record_size_plans_under_16_gib_a_rank(tiny_data):
+    config = parse_args(["--device=cpu", "--track=fineweb", f"--data={tiny_data}"])
+    gpu_world = World(0, 8, 8, torch.device("cuda"), None)
+    dataset = open_dataset(parse_args([*TINY, f"--data={tiny_data}"]), world_of(0, 1))
+    plan = train_gpt.make_plan(config, gpu_world, dataset)
+    table = plan["table_rows_bytes"] + plan["table_state_bytes"]
+    assert 84_602_880 * (768 * 2 + 8) / 8 <= table < 16 << 30
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_allocates(tiny):
+    with pytest.raises(UserError, match=r"memory: found .* GiB available .*; lower --model_dim"):
+        train_gpt.main([*tiny, "--model_dim=400000", "--ngram_rows=0", "--head_chunk_tokens=1"])
+    plan = {"bytes_per_rank": 1 << 60, "table_rows_bytes": 1 << 59, "optimizer_bytes": 1 << 40}
+    with pytest.raises(UserError, match=r"of which table_rows takes 536870912.00; lower --ngram_rows"):
+        train_gpt.check_fits(parse_args(tiny), plan, world_of(0, 1))
+
+
+def test_table_report_counts_exactly(stream_of, tmp_path):
+    tokens = np.array([9, 1, 2, 1, 2, 3, 1, 2, 9, 1, 2, 3, 3])
+    shard = open_shard(write_shard(tmp_path / "r_train_1.bin", tokens, 10, 9))
+    config = Config(seq_len=12, batch_tokens=12, val_tokens=12, steps=1, ngram_rows=2_000_000)
+    lines = table_report(config, TokenStream([shard], 12, False), 9, 2)
+    # Pairs inside segments: 91 12 21 12 23 31 12 | 91 12 23 -> 91 12 21 23 31; triples: 912 121 212 123 231 312 | 912 123.
+    assert "order 2: 5 distinct n-grams in 10 reads; 5 of 1,000,000 rows used (0.0%); 0.0% of reads share" in lines[1]
+    assert "order 3: 6 distinct n-grams in 8 reads; 6 of" in lines[2]
+    assert "used rows by owner: 5 to 6" in lines[3]
+    crowded = table_report(dataclasses.replace(config, ngram_rows=4), TokenStream([shard], 12, False), 9, 1)
+    assert "1 of 2 rows used (50.0%); 100.0% of reads share" in crowded[1]
+
+
+def test_table_report_flag(tiny):
+    out = run_trainer(*tiny, "--table_report").stdout
+    assert "order 3:" in out and "step:" not in out
+
+
+def test_sample_continues_a_prompt(tiny, tiny_data, tmp_path, capsys):
+    folder = copy_data(tiny_data, tmp_path)
+    tokens = [bytes([i]) for i in range(97, 97 + 26)] + [bytes([i]) for i in range(65, 65 + 34)]
+    import base64
+    (folder / "tokenizer.tiktoken").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
+    train_gpt.main([*tiny, f"--data={folder}", "--sample=hello"])
+    assert re.search(r"^sample:\n  \| hello", capsys.readouterr().out, re.MULTILINE)
