@@ -655,6 +655,10 @@ class NgramTable:
         """Addresses, routes and counts of a cycle's batches. A collective of all ranks over `group` (gloo)."""
         addresses = [ngram_addresses(b.tokens.flatten(), b.starts.flatten(), self.config) for b in batches]
         rows, signs = (torch.stack(parts) for parts in zip(*addresses))
+        return self.route(rows, signs, group)
+
+    def route(self, rows: Tensor, signs: Tensor, group: dist.ProcessGroup | None = None) -> Cycle:
+        """rows, signs int64 [U, C, T] -> Cycle. Sorts, and tells every owner what is asked of it."""
         asked, slots = sort_unique(rows.flatten().numpy())
         ends = np.searchsorted(asked, self.owner_cuts)
         ask_counts = torch.from_numpy(np.diff(ends, prepend=0))
@@ -780,11 +784,27 @@ def rotary_table(seq_len: int, head_dim: int, base: float) -> Tensor:
     return torch.stack((angle.cos(), angle.sin()))
 
 
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """x [B, H, L, D]; turns the pair (i, i + D/2) of each position by its angle."""
-    cos, sin = rotary[:, :x.shape[-2]].to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+class Rotate(torch.autograd.Function):
+    """x [..., L, D], rotary [2, L, D/2]: turns the pair (i, i + D/2) of each position by its angle, and gradients back."""
+
+    @staticmethod
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        (a, b), (ya, yb) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+        ya.copy_(a * cos).addcmul_(b, sin, value=-1)
+        yb.copy_(b * cos).addcmul_(a, sin)
+        return y
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rotary: Tensor) -> Tensor:
+        cos, sin = rotary[:, :x.shape[-2]].to(x.dtype)
+        ctx.save_for_backward(cos, sin)
+        return Rotate.turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return Rotate.turn(grad, cos, -sin), None
 
 
 def segment_mask(starts: Tensor) -> Tensor:
@@ -813,8 +833,8 @@ class Block(nn.Module):
     def attention(self, x: Tensor, mask: Tensor, rotary: Tensor) -> Tensor:
         batch, length, dim = x.shape
         qkv = F.linear(x, self.qkv.flatten(0, 1).to(x.dtype))
-        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each [B, H, L, D]
-        q, k = rotate(rms_norm(q), rotary), rotate(rms_norm(k), rotary)
+        qkv = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, H, L, D]
+        (q, k), v = Rotate.apply(rms_norm(qkv[:2]), rotary), qkv[2]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return F.linear(y.transpose(1, 2).reshape(batch, length, dim), self.attn_out.to(x.dtype))
 

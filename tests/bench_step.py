@@ -1,0 +1,79 @@
+"""Where a training step's time goes, and the share of the machine's matrix multiplication that the model reaches. Not run by the tests.
+
+    python tests/bench_step.py [--rounds 7] [trainer flags]
+
+FLOPs are those of the model in forward and backward: 6 a matrix parameter and token, and 6 x width x row length a layer and token
+for causal attention. The peak is a 2048 x 2048 float32 product timed in the same rounds. Medians.
+"""
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt
+from train_gpt import Trainer
+
+
+def model_flops(trainer: Trainer) -> int:
+    config = trainer.config
+    matrices = sum(p.numel() for name, p in trainer.model.named_parameters() if p.dim() > 1 and name != "embed")
+    return (6 * matrices + 6 * config.layers * config.model_dim * config.seq_len) * config.batch_tokens
+
+
+def parts_of_a_step(trainer: Trainer) -> dict:
+    """Name -> function that does this part of a step alone."""
+    table, (batches, cycle), matrix = trainer.table, trainer.prepare(0), torch.randn(2048, 2048)
+    batch, parts = batches[0], {"matmul": lambda: matrix @ matrix, "loader (in its thread)": lambda: trainer.prepare(0)}
+    memory = None
+    if table:
+        fetched = table.fetch(cycle)
+        grads, slots, signs = torch.zeros(fetched.shape), cycle.slots[0], cycle.signs[0]
+        memory = table.read(fetched, slots, signs)
+        parts |= {"table fetch": lambda: table.fetch(cycle), "table read": lambda: table.read(fetched, slots, signs),
+                  "table gradient": lambda: table.add_grad(grads, slots, signs, memory),
+                  "table update": lambda: table.update(cycle, grads, 0.0)}
+
+    def forward_and_backward():
+        for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
+            part = None
+            if memory is not None:
+                part = memory[m * tokens.numel():(m + 1) * tokens.numel()].view(*tokens.shape, -1).detach().requires_grad_()
+            trainer.forward(tokens, starts, part, targets).backward()
+
+    return parts | {"forward and backward": forward_and_backward, "Muon and Adam": lambda: trainer.optimizer.step(0.0, 0.9)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    args, flags = parser.parse_known_args()
+    train_gpt.keep_freed_memory()
+    config = train_gpt.parse_args(flags)
+    with train_gpt.join_world(config) as world:
+        trainer = Trainer(config, world, train_gpt.open_dataset(config, world))
+        trainer.warm_up()
+        parts = parts_of_a_step(trainer)
+        times = {name: [] for name in parts}
+        for _ in range(args.rounds):
+            for name, part in parts.items():
+                began = time.perf_counter()
+                part()
+                times[name].append(time.perf_counter() - began)
+    seconds = {name: statistics.median(t) for name, t in times.items()}
+    peak = 2 * 2048**3 / seconds.pop("matmul")
+    speed = model_flops(trainer) / seconds["forward and backward"]
+    total = sum(s for name, s in seconds.items() if not name.startswith("loader"))
+    print(f"{config.layers} x {config.model_dim}, {config.batch_tokens:,} tokens a step, {torch.get_num_threads()} threads")
+    for name, s in seconds.items():
+        print(f"  {name:24}{1e3 * s:9.1f} ms{s / total:8.1%} of the step")
+    print(f"forward and backward: {speed / 1e9:.0f} of {peak / 1e9:.0f} GFLOP/s, {speed / peak:.0%}")
+
+
+if __name__ == "__main__":
+    main()
