@@ -166,6 +166,10 @@ def render_records(root: Path) -> dict[Path, str]:
             texts[record / "README.md"] = _replace_block(record / "README.md", "statistics", statistics)
         sections.append(f"### {track}\n\n{_track_tables(reports)}")
     texts[root / "README.md"] = _replace_block(root / "README.md", "leaderboard", "\n".join(sections))
+    front = root.parent / "README.md"   # the project's, which shows the same tables where it has the markers
+    if front.exists() and BEGIN.format("results") in front.read_text(encoding="utf-8"):
+        shown = [s.replace("](", f"]({root.name}/") for s in sections if "No records yet" not in s]
+        texts[front] = _replace_block(front, "results", "\n".join(shown))
     return texts
 
 
