@@ -19,9 +19,11 @@ import math
 import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
+import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,6 +42,10 @@ class UserError(Exception):
     """A fault that the user can mend. The message names the thing, what was found, what was expected, and the remedy."""
 
 
+class SharedError(UserError):
+    """A UserError that all ranks raise alike, so that one of them tells it."""
+
+
 # =====================================================================================================================
 # Config: every size and switch of a run. One frozen dataclass; the command line is made from its fields.
 # =====================================================================================================================
@@ -56,6 +62,7 @@ class Config:
     seed: int = flag(0, "seed of the weights; the data and the sign patterns never depend on it")
     run_id: str = flag("", "name of the log file; empty makes one of the date and the seed")
     out: str = flag("logs", "folder of the log")
+    log_every: int = flag(10, "steps between lines with the training loss")
     dry_run: bool = flag(False, "print the plan (parameters, memory, tokens, exchange) and stop")
     table_report: bool = flag(False, "print how the run's tokens fill the n-gram table and stop, without training")
     compile: bool = flag(False, "torch.compile the model (on by default in the fineweb track)")
@@ -82,7 +89,7 @@ class Config:
     head_chunk_tokens: int = flag(1024, "tokens whose logits exist at once")
     # n-gram table
     ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table")
-    ngram_dim: int = flag(256, "width of a row, at most model_dim")
+    ngram_dim: int = flag(0, "width of a row, at most model_dim; 0: model_dim")
     ngram_orders: tuple = flag((2, 3), "orders of the hashed n-grams")
     ngram_split: tuple = flag((), "shares of the rows by order, e.g. 1,3; empty: equal")
     ngram_signs: int = flag(8192, "sign patterns in the pool; 0: no signs")
@@ -105,18 +112,22 @@ class Config:
     final_lr: float = flag(0.0, "learning rate at the last step as a fraction of the highest")
 
     def __post_init__(self):
+        object.__setattr__(self, "ngram_dim", self.ngram_dim or self.model_dim)
+
         def need(ok: bool, name: str, expected: str):
             if not ok:
-                raise UserError(f"--{name}: found {getattr(self, name)!r}, expected {expected}")
+                raise SharedError(f"--{name}: found {getattr(self, name)!r}, expected {expected}")
 
         for name in ("steps", "seq_len", "batch_tokens", "val_tokens", "layers", "model_dim", "heads", "head_chunk_tokens",
-                     "ngram_update_every", "epochs", "timeout_s"):
+                     "ngram_update_every", "epochs", "timeout_s", "log_every"):
             need(getattr(self, name) >= 1, name, "at least 1")
         for name in ("micro_batch_tokens", "val_every", "sample_tokens", "ngram_rows", "ngram_signs", "warmup_steps"):
             need(getattr(self, name) >= 0, name, "0 or more")
         for name in ("batch_tokens", "val_tokens", "micro_batch_tokens"):
             need(getattr(self, name) % self.seq_len == 0, name, f"a multiple of --seq_len={self.seq_len}")
         need(self.track in ("auto", *TRACKS), "track", "one of " + ", ".join(TRACKS))
+        need(self.device in ("auto", "cpu", "cuda"), "device", "cpu or cuda")
+        need(self.warmup_steps >= self.compile, "warmup_steps", "at least 1 with --compile, which else ran on the clock")
         need(self.model_dim % (2 * self.heads) == 0, "heads", f"a divisor of --model_dim={self.model_dim} with an even quotient")
         need(0 <= self.cooldown <= 1, "cooldown", "a fraction from 0 to 1")
         need(self.ngram_dtype in ("bfloat16", "float32"), "ngram_dtype", "bfloat16 or float32")
@@ -137,10 +148,6 @@ class Config:
     def rows_per_step(self) -> int:
         return self.batch_tokens // self.seq_len
 
-    @property
-    def cycles(self) -> int:
-        """Table-update cycles of the run; the last one may be shorter than `ngram_update_every` steps."""
-        return -(-self.steps // self.ngram_update_every)
 
 
 TRACKS = {
@@ -148,52 +155,36 @@ TRACKS = {
     "fineweb": dict(
         data="data/fineweb10B", spread_rows=False, compile=True, warmup_steps=3, seq_len=2048, batch_tokens=393_216,
         micro_batch_tokens=49_152, val_tokens=10_485_760, val_every=125, target_loss=3.28, sample_tokens=0, layers=11,
-        model_dim=768, heads=6, head_chunk_tokens=8192, ngram_rows=84_602_880, ngram_dim=768, ngram_update_every=2, steps=1600,
+        model_dim=768, heads=6, head_chunk_tokens=8192, ngram_rows=84_602_880, ngram_update_every=2, steps=1600, log_every=25,
     ),
 }
 
 
 def parse_args(argv: list[str]) -> Config:
-    """Command line to Config: `--flag=value`, `--flag value`, dash or underscore, `--flag`/`--no_flag` for booleans.
+    """Command line to Config: `--flag=value` or `--flag value`, dash or underscore, `--flag`/`--no-flag` for booleans.
 
-    The track's preset stands below the flags. An unknown flag or a bad value ends the process with status 2 and its name.
+    The flags stand above the track's preset. Raises UserError that names an unknown flag or a bad value.
     """
-    parser = argparse.ArgumentParser(prog="train_gpt.py", allow_abbrev=False, description=__doc__.split("\n\n")[0])
-    kinds = {bool: parse_bool, tuple: parse_ints}
+    parser = Parser(prog="train_gpt.py", allow_abbrev=False, description=__doc__.split("\n\n")[0])
     for f in fields(Config):
-        kind = type(f.default)
-        text = f"{f.metadata['help']} (default {','.join(map(str, f.default)) if kind is tuple else f.default})"
-        more = dict(nargs="?", const=True) if kind is bool else {}
-        parser.add_argument(f"--{f.name}", type=kinds.get(kind, kind), default=argparse.SUPPRESS, help=text.replace("%", "%%"),
-                            metavar=kind.__name__.upper(), **more)
-        if kind is bool:
-            parser.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", default=argparse.SUPPRESS,
-                                help=argparse.SUPPRESS)
-    given = vars(parser.parse_args([underscored(a) for a in argv]))
-    device = given.get("device", "auto")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    track = given.get("track", "auto")
-    if track == "auto":
-        track = "fineweb" if device.startswith("cuda") else "cpu"
-    if track not in TRACKS:
-        parser.error(f"argument --track: found {track!r}, expected one of {', '.join(TRACKS)}")
-    try:
-        return Config(**(TRACKS[track] | given | dict(device=device, track=track)))
-    except UserError as error:
-        parser.error(str(error))
+        kind, default = type(f.default), ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else \
+            dict(type=parse_ints if kind is tuple else kind, metavar=kind.__name__.upper())
+        parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS,
+                            help=f"{f.metadata['help']} (default {default})".replace("%", "%%"), **how)
+    given = vars(parser.parse_args([re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), argument) for argument in argv]))
+    given["device"] = given.get("device", "auto")
+    if given["device"] == "auto":
+        given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    given["track"] = given.get("track", "auto")
+    if given["track"] == "auto":
+        given["track"] = "fineweb" if given["device"] == "cuda" else "cpu"
+    return Config(**(TRACKS.get(given["track"], {}) | given))
 
 
-def underscored(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
-
-
-def parse_bool(text: str) -> bool:
-    values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected true or false")
-    return values[text.lower()]
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise SharedError(f"{message} (--help lists all flags)")
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
@@ -231,36 +222,38 @@ def join_world(config: Config):
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device, backend = torch.device("cpu"), "gloo"
-    if config.device.startswith("cuda"):
+    if config.device == "cuda":
         found = torch.cuda.device_count()
         if local_rank >= found:
-            raise UserError(f"--device={config.device}: found {found} GPUs, expected one for each of the {local_size} processes "
+            raise UserError(f"--device=cuda: found {found} GPUs, expected one for each of the {local_size} processes "
                             f"of this host; start fewer with --nproc_per_node={max(found, 1)}, or use --device=cpu")
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    elif config.device != "cpu":
-        raise UserError(f"--device: found {config.device!r}, expected cpu or cuda")
     where = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s), **where)
+    loader_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
     try:
-        loader_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
         yield World(rank, size, local_size, device, loader_group)
-    finally:
+    except BaseException:
+        if backend != "gloo":
+            raise  # NCCL may wait for a partner that is gone; the process is about to end anyhow
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def together(world: World, action):
-    """action() on every rank; where it ends in a UserError on any, all ranks raise the lowest rank's, and none goes on alone."""
+    """action() on every rank. Where it fails on any, all ranks raise the lowest failing rank's error, and none goes on alone."""
     result = error = None
     try:
         result = action()
-    except UserError as caught:
+    except (UserError, OSError) as caught:
         error = str(caught)
     errors = [None] * world.size
     dist.all_gather_object(errors, error)
     for message in errors:
         if message is not None:
-            raise UserError(message)
+            raise SharedError(message)
     return result
 
 
@@ -392,11 +385,10 @@ class Dataset:
     val: TokenStream
     vocab_size: int
     doc_start: int
-    fingerprints: dict  # of the train and the validation shards
 
 
-def open_dataset(config: Config, world: World) -> Dataset:
-    """Find, check and fingerprint the shards. Every id is checked, each rank looking at its share of the files."""
+def open_dataset(config: Config) -> Dataset:
+    """Find the shards and check their headers and sizes."""
     folder, found = Path(config.data), {}
     for split in ("train", "val"):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
@@ -412,34 +404,37 @@ def open_dataset(config: Config, world: World) -> Dataset:
                             f"expected {first.vocab_size} and {first.doc_start} as in {first.path}; keep one data set a folder")
     train = TokenStream(found["train"], config.seq_len, config.spread_rows)
     val = TokenStream(found["val"][:1], config.seq_len, config.spread_rows)  # by name: the first, however many were fetched
-    check_enough_tokens(config, train, val)
-    for shard in shards[world.rank::world.size]:
-        shard.check_ids()
-    fingerprints = {split: fingerprint(found[split]) for split in found}
-    return Dataset(train, val, first.vocab_size, first.doc_start, fingerprints)
+    return Dataset(train, val, first.vocab_size, first.doc_start)
 
 
-def check_enough_tokens(config: Config, train: TokenStream, val: TokenStream) -> None:
-    folder = Path(config.data)
-    needed = config.steps * config.batch_tokens + 1
+def check_tokens(config: Config, dataset: Dataset, world: World) -> None:
+    """Refuse a run for which there are too few tokens, or whose shards hold an id they must not; each rank reads its share."""
+    train, val, needed = dataset.train, dataset.val, config.steps * config.batch_tokens + 1
     if config.steps * config.rows_per_step > train.num_rows * config.epochs:
-        more = f"--epochs={-(-config.steps * config.rows_per_step // max(1, train.num_rows))}"
-        raise UserError(f"{folder}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps of "
+        again = f", or read them again with --epochs={-(-needed // (train.num_rows * config.seq_len))}" if train.num_rows else ""
+        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps of "
                         f"{config.batch_tokens:,}; fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
-                        f"run fewer --steps, or read them again with {more}")
+                        f"run fewer --steps{again}")
     if config.val_tokens > val.num_rows * config.seq_len:
         raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected {config.val_tokens + 1:,}; "
                         f"use --val_tokens={val.num_rows * config.seq_len} or make a larger validation shard")
+    for shard in (train.shards + val.shards)[world.rank::world.size]:
+        shard.check_ids()
 
 
-def fingerprint(shards: list[Shard]) -> str:
-    """16 hex digits of the shards' names, headers and sizes, and of 64 spans of 1,024 tokens spread over each."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        digest.update(f"{shard.path.name} {shard.num_tokens} {shard.vocab_size} {shard.doc_start}".encode())
-        width = min(1024, shard.num_tokens)
-        for i in range(64):
-            digest.update(shard.read(i * (shard.num_tokens - width) // 63, width).tobytes())
+def fingerprints(config: Config, dataset: Dataset) -> dict:
+    """16 hex digits each for the first train shard, which tells data sets apart, and for what validation reads."""
+    spread = config.seq_len if dataset.val.stride > 1 else 0  # spread rows are other tokens at another row length
+    return {"train": fingerprint(dataset.train.shards[0]),
+            "val": fingerprint(dataset.val.shards[0], f"{config.val_tokens} {spread}"), "vocab_size": dataset.vocab_size}
+
+
+def fingerprint(shard: Shard, more: str = "") -> str:
+    """Of the shard's name, header and size, and of 64 spans of 1,024 tokens spread over it."""
+    digest = hashlib.sha256(f"{shard.path.name} {shard.num_tokens} {shard.vocab_size} {shard.doc_start} {more}".encode())
+    width = min(1024, shard.num_tokens)
+    for i in range(64):
+        digest.update(shard.read(i * (shard.num_tokens - width) // 63, width).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -450,12 +445,14 @@ class Batch:
     targets: Tensor  # int64 [M, B, seq_len]
     starts: Tensor  # bool [M, B, seq_len]: a segment begins here
 
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(*(to_device(t, device) for t in (self.tokens, self.targets, self.starts)))
+
+def with_tensors(holder, change):
+    """The dataclass with change(tensor) in place of each of its tensors."""
+    return replace(holder, **{name: change(value) for name, value in vars(holder).items() if isinstance(value, Tensor)})
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+def to_device(holder, device: torch.device):
+    return with_tensors(holder, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int) -> Batch:
@@ -472,41 +469,34 @@ def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int) -> Bat
     return Batch(*(t.reshape(micro_batches, micro_rows, -1) for t in (tokens, targets, starts)))
 
 
+def micro_batch_rows(config: Config, world_size: int) -> int:
+    """Rows of a micro-batch: the largest rank's share of a step, cut into as few equal parts as micro_batch_tokens allows."""
+    share = -(-config.rows_per_step // world_size)
+    parts = -(-share // min(share, config.micro_batch_tokens // config.seq_len or share))
+    return -(-share // parts)
+
+
 def rank_batch(stream: TokenStream, first_row: int, num_rows: int, micro_rows: int, doc_start: int, world: World) -> Batch:
     """This rank's slice of rows [first_row, first_row + num_rows) of the stream; all ranks get as many micro-batches."""
     first, last = world.share(num_rows)
-    largest_share = -(-num_rows // world.size)
-    return make_batch(stream.read(first_row + first, last - first), largest_share, min(micro_rows, largest_share), doc_start)
+    return make_batch(stream.read(first_row + first, last - first), -(-num_rows // world.size), micro_rows, doc_start)
 
 
-class Loader:
-    """Calls prepare(0), prepare(1), ... in one background thread, `ahead` calls before they are asked for.
+def load_ahead(prepare, calls: range, ahead: int = 4):
+    """Yield prepare(call) for each call, made in one background thread up to `ahead` calls before it is asked for.
 
-    What is asked for next is decided by the training thread alone. So all ranks ask for the same, the collectives inside
-    `prepare` always find their partners, and an early stop leaves nobody waiting.
+    The training thread alone decides what is asked for, so all ranks ask for the same, the collectives inside `prepare` find
+    their partners, and a stop that all ranks share leaves none of them waiting.
     """
-
-    def __init__(self, prepare, first: int, last: int, ahead: int = 4):
-        self.prepare, self.next_call, self.last, self.ahead = prepare, first, last, ahead
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self.pending = deque()
-        self.wait_s = 0.0
-        self.submit()
-
-    def submit(self) -> None:
-        while len(self.pending) < self.ahead and self.next_call < self.last:
-            self.pending.append(self.pool.submit(self.prepare, self.next_call))
-            self.next_call += 1
-
-    def next(self):
-        began = time.perf_counter()
-        result = self.pending.popleft().result()
-        self.wait_s += time.perf_counter() - began
-        self.submit()
-        return result
-
-    def close(self) -> None:
-        self.pool.shutdown(wait=True)
+    pool, pending = ThreadPoolExecutor(1, thread_name_prefix="loader"), deque()
+    try:
+        for call in (*calls, *[None] * ahead):
+            if call is not None:
+                pending.append(pool.submit(prepare, call))
+            if pending and (call is None or len(pending) > ahead):
+                yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # =====================================================================================================================
@@ -615,8 +605,8 @@ class Cycle:
     Made ahead on the CPU from tokens alone. Row numbers within a shard are local; "served" rows lie grouped by asking rank,
     each group sorted; T is the rank's tokens a step, padding included.
     """
-    slots: Tensor  # int64 [U, C, T]: index of each read among the rank's own unique rows of the cycle
-    signs: Tensor  # int64 [U, C, T]
+    slots: Tensor  # int32 [U, C, T]: index of each read among the rank's own unique rows of the cycle
+    signs: Tensor  # int32 [U, C, T]
     ask_counts: list[int]  # [W]: unique rows this rank reads from each owner
     serve_counts: list[int]  # [W]: rows each rank reads from this one
     served: Tensor  # int64 [sum(serve_counts)]
@@ -624,10 +614,6 @@ class Cycle:
     owned_slots: Tensor  # int64 [sum(serve_counts)]: index of each served row in `owned`
     blocks: list[list[tuple[int, int]]]  # for each block of `owned`, each rank's range of served rows that fall into it
     pieces: int  # messages that a rank's rows are sent in
-
-    def to(self, device: torch.device) -> "Cycle":
-        moved = {name: to_device(getattr(self, name), device) for name in ("slots", "signs", "served", "owned", "owned_slots")}
-        return replace(self, **moved)
 
 
 class NgramTable:
@@ -639,7 +625,7 @@ class NgramTable:
         self.num_rows = last_row - self.first_row
         self.owner_cuts = np.array([world.share(config.ngram_rows, rank)[1] for rank in range(world.size)])
         # Blocks keep temporaries in the CPU's cache; a GPU wants everything in few launches.
-        self.block = 1024 if world.device.type == "cpu" else 1 << 18
+        self.block = 1024 if world.device.type == "cpu" else 1 << 15
         self.max_message_bytes = MAX_MESSAGE_BYTES
         dtype, dim = getattr(torch, config.ngram_dtype), config.ngram_dim
         self.rows = zeros_where_touched((self.num_rows, dim), dtype, world.device)
@@ -670,7 +656,7 @@ class NgramTable:
         served = exchange_rows(asked, ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
         owned, owned_slots = sort_unique(served.numpy())
         heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_dim * 4
-        return Cycle(torch.from_numpy(slots).view(rows.shape), signs, ask_counts.tolist(), serve_counts, served,
+        return Cycle(torch.from_numpy(slots).int().view(rows.shape), signs.int(), ask_counts.tolist(), serve_counts, served,
                      torch.from_numpy(owned), torch.from_numpy(owned_slots), self.cut_blocks(owned_slots, len(owned), serve_counts),
                      pieces=min(self.config.ngram_dim, max(1, -(-heaviest // self.max_message_bytes))))
 
@@ -691,7 +677,7 @@ class NgramTable:
         return exchange_rows(served, cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
 
     def read(self, fetched: Tensor, slots: Tensor, signs: Tensor) -> Tensor:
-        """slots, signs int64 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
+        """slots, signs int32 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
         out = torch.zeros(slots.shape[1], fetched.shape[1], dtype=self.read_dtype, device=fetched.device)
         for low in range(0, len(out), self.block):
             cut = slice(low, low + self.block)
@@ -747,8 +733,8 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square() / x.shape[-1]
-        scale = (mean_square + 1e-6).rsqrt().to(x.dtype)
-        y = x * scale
+        scale = (mean_square + 1e-6).rsqrt()
+        y = (x * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
         return y
 
@@ -773,8 +759,6 @@ class SquaredReLU(torch.autograd.Function):
         (positive,) = ctx.saved_tensors
         return (grad * positive).mul_(2)
 
-
-rms_norm, squared_relu = RMSNorm.apply, SquaredReLU.apply
 
 
 def rotary_table(seq_len: int, head_dim: int, base: float) -> Tensor:
@@ -826,15 +810,15 @@ class Block(nn.Module):
         self.mlp_down = nn.Parameter(torch.zeros(4 * dim, dim))
 
     def forward(self, x: Tensor, mask: Tensor, rotary: Tensor) -> Tensor:
-        x = x + self.attention(rms_norm(x), mask, rotary)
-        hidden = squared_relu(F.linear(rms_norm(x), self.mlp_up.to(x.dtype)))
+        x = x + self.attention(RMSNorm.apply(x), mask, rotary)
+        hidden = SquaredReLU.apply(F.linear(RMSNorm.apply(x), self.mlp_up.to(x.dtype)))
         return x + hidden @ self.mlp_down.to(x.dtype)
 
     def attention(self, x: Tensor, mask: Tensor, rotary: Tensor) -> Tensor:
         batch, length, dim = x.shape
         qkv = F.linear(x, self.qkv.flatten(0, 1).to(x.dtype))
         qkv = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, H, L, D]
-        (q, k), v = Rotate.apply(rms_norm(qkv[:2]), rotary), qkv[2]
+        (q, k), v = Rotate.apply(RMSNorm.apply(qkv[:2]), rotary), qkv[2]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return F.linear(y.transpose(1, 2).reshape(batch, length, dim), self.attn_out.to(x.dtype))
 
@@ -908,15 +892,15 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor, starts: Tensor, memory: Tensor | None) -> Tensor:
         """tokens int64 [B, L], starts bool [B, L], memory [B, L, ngram_dim] -> [B, L, model_dim] before the head."""
         mask = segment_mask(starts)
-        x = first = rms_norm(F.embedding(tokens, self.embed).to(self.dtype))
-        if memory is not None:
-            memory = F.pad(memory, (0, self.config.model_dim - memory.shape[-1]))
+        x = first = RMSNorm.apply(F.embedding(tokens, self.embed).to(self.dtype))
+        if memory is not None and memory.shape[-1] < x.shape[-1]:
+            memory = F.pad(memory, (0, x.shape[-1] - memory.shape[-1]))
         for i, block in enumerate(self.blocks):
             x = x + self.embed_scales[i].to(x.dtype) * first
             if memory is not None:
                 x = x + self.ngram_scales[i].to(x.dtype) * memory
             x = block(x, mask, self.rotary)
-        return rms_norm(x)
+        return RMSNorm.apply(x)
 
     def forward(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor) -> Tensor:
         """Float32 sum of the losses, in nats, over the positions whose target int64 [B, L] is not -1."""
@@ -943,7 +927,8 @@ POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
 
 def orthogonalize(matrices: Tensor) -> Tensor:
     """[N, a, b] -> the nearest (semi-)orthogonal matrices, singular values near 1, by five Polar Express steps."""
-    x = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = x if x.shape[-2] <= x.shape[-1] else x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
@@ -1025,19 +1010,14 @@ class Bucket:
     def share(self, flat: Tensor) -> Tensor:
         return flat[self.world.rank * self.share_size:][:self.share_size].view(self.share_shape)
 
-    def start_reduce(self):
-        """Begin to sum the gradients over ranks, each rank receiving its share. Returns a handle, or None in a world of one."""
-        if self.world.size > 1:
-            self.summed = self.grads.new_empty(self.share_size)
-            return dist.reduce_scatter_single(self.summed, self.grads, async_op=True)
-        self.summed = self.grads
-        return None
+    def start_reduce(self) -> dist.Work:
+        """Begin to sum the gradients over ranks; each rank receives its share, in `summed`."""
+        self.summed = torch.empty_like(self.state[0])
+        return dist.reduce_scatter_single(self.summed.view(-1), self.grads, async_op=True)
 
-    def start_gather(self):
+    def start_gather(self) -> dist.Work:
         """Begin to give every rank the updated shares of all."""
-        if self.world.size > 1:
-            return dist.all_gather_single(self.weights, self.share(self.weights).flatten().clone(), async_op=True)
-        return None
+        return dist.all_gather_single(self.weights, self.share(self.weights).flatten().clone(), async_op=True)
 
 
 class Optimizer:
@@ -1060,10 +1040,8 @@ class Optimizer:
         reductions = [bucket.start_reduce() for bucket in self.buckets]
         gathers = []
         for bucket, reduction in zip(self.buckets, reductions):
-            if reduction is not None:
-                reduction.wait()
-            weights = bucket.share(bucket.weights)
-            grads = bucket.summed.view(bucket.share_shape).div_(config.batch_tokens)
+            reduction.wait()
+            weights, grads = bucket.share(bucket.weights), bucket.summed.div_(config.batch_tokens)
             wd = config.weight_decay * bucket.rule.wd
             if bucket.rule.kind == "muon":
                 muon_update(weights, grads, *bucket.state, config.muon_lr * bucket.rule.lr * lr_scale, momentum, wd)
@@ -1073,8 +1051,7 @@ class Optimizer:
             gathers.append(bucket.start_gather())
             bucket.grads.zero_()
         for gather in gathers:
-            if gather is not None:
-                gather.wait()
+            gather.wait()
 
     def tensors(self) -> list[Tensor]:
         """Everything that a step changes but the count of updates."""
@@ -1114,40 +1091,42 @@ def make_plan(config: Config, world: World, dataset: Dataset) -> dict:
     dense = sum(p.numel() for p in model.parameters())
     moments = sum(p.numel() * (1 if rule_of(name)[1].kind == "muon" else 2) for name, p in model.named_parameters())
     vocab, size, activation = model.head.shape[0], world.size, 2 if world.device.type == "cuda" else 4
-    rank_tokens = -(-config.rows_per_step // size) * config.seq_len
-    micro_tokens = min(rank_tokens, config.micro_batch_tokens or rank_tokens)
-    per_token = config.layers * 22 * config.model_dim + 8 * config.model_dim + 2 * config.ngram_dim
+    micro_tokens = micro_batch_rows(config, size) * config.seq_len
+    per_token = config.layers * (22 * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
     plan = {
         "dense_parameters": dense, "table_parameters": config.ngram_rows * config.ngram_dim,
         "train_tokens_needed": config.steps * config.batch_tokens + 1, "train_tokens_on_disk": dataset.train.num_tokens,
         "weights_and_gradients_bytes": 8 * dense, "optimizer_bytes": 4 * (moments + dense) // size,
+        "warm_up_copy_bytes": 4 * (dense + moments // size),
         "activations_bytes": micro_tokens * per_token * activation,
         "logits_bytes": 3 * 4 * min(config.head_chunk_tokens, micro_tokens) * vocab,
         "dense_exchange_bytes_per_step": 2 * 4 * dense * (size - 1) // size,
     }
     if config.ngram_rows:
-        plan |= table_plan(config, world, dataset, rank_tokens)
+        plan |= table_plan(config, world, dataset)
     plan["bytes_per_rank"] = sum(value for name, value in plan.items() if name.endswith("_bytes"))
     return plan
 
 
-def table_plan(config: Config, world: World, dataset: Dataset, rank_tokens: int) -> dict:
+def table_plan(config: Config, world: World, dataset: Dataset) -> dict:
     """The table's part of the plan. On the CPU rows and state count only as far as the run can touch them."""
-    shard, reads = -(-config.ngram_rows // world.size), len(config.ngram_orders)
+    size, reads = world.size, len(config.ngram_orders)
+    shard = -(-config.ngram_rows // size)
     row = config.ngram_dim * getattr(torch, config.ngram_dtype).itemsize
     state = 4 + 4 * (1 if config.ngram_second_moment == "row" else config.ngram_dim)
-    cycle_rows = min(config.ngram_rows, rank_tokens * config.ngram_update_every * reads)
+    cycle_reads = -(-config.rows_per_step // size) * config.seq_len * config.ngram_update_every * reads
+    cycle_rows = min(config.ngram_rows, cycle_reads)
     rows_bytes, state_bytes = shard * row, shard * state
     if world.device.type == "cpu":
-        tokens = min(config.steps * config.batch_tokens, dataset.train.num_tokens) + config.val_tokens
-        touched = min(shard, tokens * reads)
+        tokens = min(config.steps * config.batch_tokens, dataset.train.num_tokens)
+        touched = min(shard, tokens * reads * 5 // 4 // size)  # hashes load the owners evenly, but not exactly
         rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # a row's first and last page hold others' bytes too
         state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
-    exchanged = cycle_rows * (world.size - 1) // world.size
+    exchanged = cycle_rows * (size - 1) // size
     return {
         "table_rows_bytes": rows_bytes, "table_state_bytes": state_bytes, "table_cache_bytes": 2 * cycle_rows * row,
-        "table_gradients_bytes": 2 * 4 * cycle_rows * config.ngram_dim,
-        "sign_pool_bytes": max(1, config.ngram_signs) * row,
+        "table_gradients_bytes": 2 * 4 * cycle_rows * config.ngram_dim, "sign_pool_bytes": max(1, config.ngram_signs) * row,
+        "table_plans_bytes": 12 * (6 * cycle_reads + reads * config.val_tokens // size),
         "table_exchange_bytes_per_step": exchanged * (row + 4 * config.ngram_dim + 8) // config.ngram_update_every,
     }
 
@@ -1164,28 +1143,29 @@ def available_bytes(world: World) -> int:
     """Memory that one rank may still take: free on its GPU, or its part of what is available on the host."""
     if world.device.type == "cuda":
         return torch.cuda.mem_get_info(world.device)[0]
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if meminfo.exists():
-        limits += [int(line.split()[1]) << 10 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")]
+        available = int(re.search(r"MemAvailable:\s*(\d+)", meminfo.read_text())[1]) << 10
     if (cgroup / "memory.max").exists() and (cgroup / "memory.max").read_text().strip() != "max":
-        limits.append(int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))
-    return min(limits) // world.local_size
+        cache = int(re.search(r"^inactive_file (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)[1])
+        used = int((cgroup / "memory.current").read_text()) - cache
+        available = min(available, int((cgroup / "memory.max").read_text()) - used)
+    return available // world.local_size
 
 
-def check_fits(config: Config, plan: dict, world: World) -> None:
+def check_fits(plan: dict, world: World) -> None:
     """Refuse a run that cannot fit, before it allocates, and name the flag that shrinks its largest part."""
     available = available_bytes(world)
     if plan["bytes_per_rank"] <= available:
         return
     remedies = {"table_rows_bytes": "--ngram_rows", "table_state_bytes": "--ngram_rows", "table_cache_bytes": "--batch_tokens",
                 "table_gradients_bytes": "--batch_tokens", "activations_bytes": "--micro_batch_tokens",
-                "logits_bytes": "--head_chunk_tokens", "optimizer_bytes": "--model_dim or --layers",
-                "weights_and_gradients_bytes": "--model_dim or --layers", "sign_pool_bytes": "--ngram_signs"}
-    largest = max(remedies, key=lambda name: plan.get(name, 0))
+                "logits_bytes": "--head_chunk_tokens"}
+    largest = max((name for name in plan if name.endswith("_bytes")), key=plan.get)
     raise UserError(f"memory: found {available / 2**30:.2f} GiB available to each of the {world.local_size} ranks of this host, "
                     f"expected {plan['bytes_per_rank'] / 2**30:.2f} GiB by the plan, of which {largest.removesuffix('_bytes')} "
-                    f"takes {plan[largest] / 2**30:.2f}; lower {remedies[largest]} (see --dry_run)")
+                    f"takes {plan[largest] / 2**30:.2f}; lower {remedies.get(largest, '--model_dim or --layers')} (see --dry_run)")
 
 
 # =====================================================================================================================
@@ -1201,8 +1181,9 @@ def table_report(config: Config, stream: TokenStream, doc_start: int, world_size
     batch = make_batch(stream.read(0, count), count, count, doc_start)
     tokens = batch.tokens.flatten()
     rows, _ = ngram_addresses(tokens, batch.starts.flatten(), config)
-    lines = [f"table report over {len(tokens):,} tokens: {config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
-    owner_rows = np.zeros(world_size, np.int64)
+    lines = [f"table report over {len(tokens):,} of the run's {config.steps * config.batch_tokens:,} tokens: {config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
+    owner_ends = [(rank + 1) * config.ngram_rows // world_size for rank in range(world_size)]
+    owner_rows = 0
     for order, (low, high), row in zip(config.ngram_orders, channel_bounds(config), rows):
         complete = (row != high - 1).numpy()
         ngram = sum(tokens.roll(back) << 16 * back for back in range(order)).numpy()[complete]
@@ -1210,7 +1191,7 @@ def table_report(config: Config, stream: TokenStream, doc_start: int, world_size
         # One line a distinct (n-gram, row): an n-gram has one row, so distinct n-grams are counted by row.
         first = np.unique(ngram, return_index=True)[1]
         collides = (np.bincount(slots[first], minlength=len(used)) > 1)[slots]
-        owner_rows += np.bincount(owner_of(used, config.ngram_rows, world_size), minlength=world_size)
+        owner_rows += np.diff(np.searchsorted(used, owner_ends), prepend=0)
         share = collides.mean() if len(collides) else 0.0
         lines.append(f"  order {order}: {len(first):,} distinct n-grams in {len(ngram):,} reads; {len(used):,} of {high - low:,} rows "
                      f"used ({len(used) / (high - low):.1%}); {share:.1%} of reads share a row with another n-gram")
@@ -1219,41 +1200,305 @@ def table_report(config: Config, stream: TokenStream, doc_start: int, world_size
     return lines
 
 
-def owner_of(rows: np.ndarray, num_rows: int, world_size: int) -> np.ndarray:
-    ends = [(rank + 1) * num_rows // world_size for rank in range(world_size)]
-    return np.searchsorted(ends, rows, side="right")
+# =====================================================================================================================
+# Log: one file a run, opened exclusively by rank 0; the source beside it once a folder, by its hash.
+# =====================================================================================================================
+
+class RunLog:
+    """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0."""
+
+    def __init__(self, config: Config, world: World, dataset: Dataset, plan: dict):
+        self.main, self.total = world.main, config.steps
+        self.live = sys.stdout.isatty()
+        if not self.main:
+            return
+        folder = Path(config.out)
+        stamp = f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
+        path = folder / f"{config.run_id or stamp}.txt"
+        source = Path(__file__).read_bytes()
+        digest = hashlib.sha256(source).hexdigest()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "x", encoding="utf-8", buffering=1)
+            copy = folder / f"train_gpt_{digest[:16]}.py"
+            if not copy.exists():
+                part = copy.with_suffix(f".{os.getpid()}.part")
+                part.write_bytes(source)
+                part.rename(copy)
+        except FileExistsError:
+            raise UserError(f"{path}: found a log of that name, expected none; choose another --run_id or --out") from None
+        except OSError as error:
+            raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another --out") from None
+        header = run_header(config, world, dataset, plan)
+        self.line("run:" + json.dumps({"format": 1, "run_id": path.stem, **header, "source_sha256": digest}), screen=False)
+        print(f"log {path}")
+
+    def line(self, text: str, screen: bool = True) -> None:
+        if self.main:
+            self.file.write(text + "\n")
+            if screen:
+                print(("\r\033[K" if self.live else "") + text, flush=True)
+
+    def step(self, step: int, train_time_s: float, key: str, loss: float, **more) -> None:
+        average = train_time_s / step if step else math.nan
+        extra = "".join(f" {name}:{value}" for name, value in more.items())
+        self.line(f"step:{step}/{self.total} {key}:{loss:.5f} train_time:{1e3 * train_time_s:.0f}ms "
+                  f"step_avg:{1e3 * average:.2f}ms{extra}", screen=key == "val_loss" or not self.live)
+
+    def progress(self, step: int, loss: float, tokens_per_s: float, left_s: float) -> None:
+        if self.main and self.live:
+            print(f"\r\033[Kstep {step}/{self.total}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
+                  f"{left_s // 60:.0f}:{left_s % 60:02.0f} left", end="", flush=True)
+
+
+def run_header(config: Config, world: World, dataset: Dataset, plan: dict) -> dict:
+    """What made the run, for the log's first line."""
+    def git(*arguments) -> str | None:
+        try:
+            command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
+            return None
+
+    cuda, changes = world.device.type == "cuda", git("status", "--porcelain")
+    return {
+        "date": datetime.now().isoformat(timespec="seconds"), "config": asdict(config), "world_size": world.size,
+        "device_name": torch.cuda.get_device_name(world.device) if cuda else "cpu", "cpu_name": cpu_name(),
+        "cpu_threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+        "git_commit": git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes),
+        "data": fingerprints(config, dataset), "target_loss": config.target_loss, "clock": "train-only", "plan": plan,
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 # =====================================================================================================================
-# Evaluation and sampling.
+# Training, evaluation and sampling.
 # =====================================================================================================================
 
-def plan_evaluation(config: Config, dataset: Dataset, table: NgramTable | None, micro_rows: int, world: World) -> list:
-    """This rank's validation micro-batches, each with its table cycle; made once, since the tokens are always the same."""
-    whole = rank_batch(dataset.val, 0, config.val_tokens // config.seq_len, micro_rows, dataset.doc_start, world)
-    parts = [Batch(*(t[None] for t in part)) for part in zip(whole.tokens, whole.targets, whole.starts)]
-    return [(part, table and table.plan([part])) for part in parts]
+class Trainer:
+    """The parts of a run, and the step, evaluation and sample that they make together. Its methods are collectives."""
+
+    def __init__(self, config: Config, world: World, dataset: Dataset):
+        self.config, self.world, self.dataset = config, world, dataset
+        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        self.model = GPT(config, dataset.vocab_size, dtype).to(world.device)
+        self.table = NgramTable(config, world, dtype) if config.ngram_rows else None
+        self.optimizer = Optimizer(self.model, config, world)
+        self.forward = torch.compile(self.model, dynamic=False, fullgraph=True) if config.compile else self.model
+        self.micro_rows = micro_batch_rows(config, world.size)
+        self.val = self.plan_evaluation()
+        self.fetched = self.table_grads = None  # of the update cycle under way
+
+    # -- ahead of time, on the CPU -----------------------------------------------------------------------------------------
+
+    def prepare(self, cycle: int) -> tuple[list[Batch], Cycle | None]:
+        """The batches of an update cycle and the table's plan for them: a function of the cycle's number alone."""
+        config, world = self.config, self.world
+        batches = [rank_batch(self.dataset.train, step * config.rows_per_step, config.rows_per_step, self.micro_rows,
+                              self.dataset.doc_start, world) for step in cycle_steps(cycle, config)]
+        plan = self.table and self.table.plan(batches, world.loader_group)
+        if world.device.type == "cuda":  # page-locked, so that the copies to the device run beside its work
+            batches, plan = [with_tensors(b, Tensor.pin_memory) for b in batches], plan and with_tensors(plan, Tensor.pin_memory)
+        return batches, plan
+
+    def plan_evaluation(self) -> list[tuple[Batch, Cycle | None]]:
+        """This rank's validation micro-batches, each with its table plan; made once, since the tokens are always the same."""
+        rows = self.config.val_tokens // self.config.seq_len
+        whole = rank_batch(self.dataset.val, 0, rows, self.micro_rows, self.dataset.doc_start, self.world)
+        parts = [Batch(*(t[None] for t in part)) for part in zip(whole.tokens, whole.targets, whole.starts)]
+        return [(part, self.table and self.table.plan([part])) for part in parts]
+
+    # -- on the device -------------------------------------------------------------------------------------------------------
+
+    def train_step(self, step: int, batch: Batch, plan: Cycle | None) -> Tensor:
+        """One step; `plan` is that of the whole update cycle. Returns the mean loss of all ranks, float32 on the device."""
+        config, table, loss_sum = self.config, self.table, torch.zeros((), device=self.world.device)
+        index = step % config.ngram_update_every
+        if table and index == 0:
+            self.fetched = table.fetch(plan)
+            self.table_grads = torch.zeros(self.fetched.shape, device=self.world.device)
+        for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
+            memory = None
+            if table:
+                cut = slice(m * tokens.numel(), (m + 1) * tokens.numel())
+                slots, signs = plan.slots[index][:, cut], plan.signs[index][:, cut]
+                memory = table.read(self.fetched, slots, signs).view(*tokens.shape, -1).requires_grad_()
+            loss = self.forward(tokens, starts, memory, targets)
+            loss.backward()
+            if table:
+                table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1))
+            loss_sum += loss.detach()
+        scale = lr_scale(step, config)
+        if table and step + 1 == cycle_steps(step // config.ngram_update_every, config).stop:
+            table.update(plan, self.table_grads, config.ngram_lr * scale)
+        self.optimizer.step(scale, muon_momentum(step, config))
+        dist.all_reduce(loss_sum)
+        return loss_sum / config.batch_tokens
+
+    def read_memory(self, batch: Batch, plan: Cycle | None) -> Tensor | None:
+        """[B, L, ngram_dim] for a batch of one micro-batch, from the rows as they are now."""
+        if self.table is None:
+            return None
+        plan = to_device(plan, self.world.device)
+        return self.table.read(self.table.fetch(plan), plan.slots[0], plan.signs[0]).view(*batch.tokens.shape[1:], -1)
+
+    @torch.no_grad()
+    def evaluate(self, parts: int | None = None) -> float:
+        """Mean loss in nats a token over the validation tokens of all ranks, or over each rank's first micro-batches."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for batch, plan in self.val[:parts]:
+            memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
+            total[0] += self.forward(batch.tokens[0], batch.starts[0], memory, batch.targets[0])
+            total[1] += (batch.targets >= 0).sum()
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    @torch.no_grad()
+    def sample(self, prompt: list[int]) -> list[int]:
+        """The prompt's ids and sample_tokens more, drawn at temperature 0.8; all ranks draw the same."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        ids = [self.dataset.doc_start, *prompt]
+        for _ in range(self.config.sample_tokens):
+            window = torch.tensor(ids[-self.config.seq_len:] + [-1])[None]
+            batch = make_batch(window, 1, 1, self.dataset.doc_start)
+            memory = self.read_memory(batch, self.table and self.table.plan([batch]))
+            batch = to_device(batch, self.world.device)
+            logits = self.model.logits(batch.tokens[0], batch.starts[0], memory)[0, :self.dataset.vocab_size].cpu()
+            ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
+        return ids[1:]
+
+    def warm_up(self) -> None:
+        """Run the first cycle and an evaluation, then put back all that changed, so that the clock meets everything warm."""
+        if self.config.warmup_steps == 0:
+            return
+        batches, plan = to_device_all(self.prepare(0), self.world.device)
+        saved, updates = [t.clone() for t in self.optimizer.tensors()], self.optimizer.updates
+        table_saved = self.table and self.table.touched(plan)
+        for _ in range(self.config.warmup_steps):
+            for step, batch in enumerate(batches):
+                self.train_step(step, batch, plan)
+        self.evaluate(parts=1)
+        for tensor, old in zip(self.optimizer.tensors(), saved):
+            tensor.copy_(old)
+        self.optimizer.updates = updates
+        if self.table:
+            self.table.put_back(table_saved)
+        self.fetched = self.table_grads = None
 
 
-def read_memory(table: NgramTable | None, batch: Batch, cycle: Cycle | None) -> Tensor | None:
-    """[B, L, ngram_dim] for a batch of one micro-batch, from the rows as they are now. A collective."""
-    if table is None:
-        return None
-    cycle = cycle.to(table.world.device)
-    return table.read(table.fetch(cycle), cycle.slots[0], cycle.signs[0]).view(*batch.tokens.shape[1:], -1)
+def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.device) -> tuple[list[Batch], Cycle | None]:
+    batches, plan = prepared
+    return [to_device(batch, device) for batch in batches], plan and to_device(plan, device)
 
 
-@torch.no_grad()
-def evaluate(forward, table: NgramTable | None, val: list, world: World) -> float:
-    """Mean loss in nats a token over the validation tokens of all ranks."""
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for batch, cycle in val:
-        memory, batch = read_memory(table, batch, cycle), batch.to(world.device)
-        total[0] += forward(batch.tokens[0], batch.starts[0], memory, batch.targets[0])
-        total[1] += (batch.targets >= 0).sum()
-    dist.all_reduce(total)
-    return float(total[0] / total[1])
+class LossWatch:
+    """Reads each step's loss back a little later than it was made, so that a GPU never waits, and stops a run that diverged.
 
+    The losses are equal on all ranks, so all ranks stop at the same step.
+    """
+
+    def __init__(self, world: World):
+        self.cuda, self.pending, self.latest = world.device.type == "cuda", deque(), math.nan
+
+    def push(self, step: int, loss: Tensor) -> None:
+        event = None
+        if self.cuda:
+            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self.pending.append((step, loss, event))
+        self.settle(lag=2 if self.cuda else 0)
+
+    def settle(self, lag: int = 0) -> None:
+        while len(self.pending) > lag:
+            step, loss, event = self.pending.popleft()
+            if event is not None:
+                event.synchronize()
+            self.latest = float(loss)
+            if not math.isfinite(self.latest):
+                raise SharedError(f"training loss: found {self.latest} after step {step}, expected a finite number; lower the "
+                                  f"learning rates (--muon_lr, --adam_lr, --ngram_lr)")
+
+
+class Clock:
+    """Seconds of training alone: runs only between start() and stop(), which wait for the device."""
+
+    def __init__(self, world: World):
+        self.total, self.began = 0.0, None
+        self.wait = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
+
+    def start(self) -> None:
+        self.wait()
+        dist.barrier()
+        self.began = time.perf_counter()
+
+    def stop(self) -> None:
+        self.wait()
+        self.total, self.began = self.seconds(), None
+
+    def seconds(self) -> float:
+        return self.total + (time.perf_counter() - self.began if self.began is not None else 0.0)
+
+
+def train(trainer: Trainer, log: RunLog, tokenizer) -> float:
+    """The training loop. Returns the final validation loss."""
+    config, world = trainer.config, trainer.world
+    clock, watch, met, waited_s = Clock(world), LossWatch(world), None, 0.0
+    cycles = load_ahead(trainer.prepare, range(-(-config.steps // config.ngram_update_every)))
+    for step in range(config.steps + 1):
+        if step == config.steps or (config.val_every and step % config.val_every == 0):
+            watch.settle()
+            clock.stop()
+            val_loss = trainer.evaluate()
+            log.step(step, clock.seconds(), "val_loss", val_loss)
+            if not math.isfinite(val_loss):
+                raise SharedError(f"validation loss: found {val_loss} at step {step}, expected a finite number")
+            if met is None and val_loss <= config.target_loss:
+                met = (step, clock.seconds())
+        if step == config.steps:
+            break
+        if clock.began is None:
+            clock.start()
+        if step % config.ngram_update_every == 0:
+            began = time.perf_counter()
+            prepared = next(cycles)
+            waited_s += time.perf_counter() - began
+            batches, plan = to_device_all(prepared, world.device)
+        watch.push(step, trainer.train_step(step, batches[step % config.ngram_update_every], plan))
+        done, seconds = step + 1, clock.seconds()
+        rate = done * config.batch_tokens / seconds
+        log.progress(done, watch.latest, rate, (config.steps - done) * seconds / done)
+        if done % config.log_every == 0:
+            watch.settle()
+            log.step(done, seconds, "train_loss", watch.latest, tokens_per_s=round(rate))
+    finish(trainer, log, tokenizer, val_loss, clock.seconds(), met, waited_s)
+    return val_loss
+
+
+def finish(trainer: Trainer, log: RunLog, tokenizer, val_loss: float, seconds: float, met: tuple | None, waited_s: float) -> None:
+    """What a run says last: a sample, how the table was used, the final loss, and when the target was met. Untimed."""
+    config = trainer.config
+    if config.sample_tokens:
+        ids = trainer.sample(tokenizer.encode_ordinary(config.sample) if config.sample else [])
+        text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+        log.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
+    if config.ngram_rows and log.main:
+        for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, trainer.world.size):
+            log.line(line)
+    log.line(f"waited for data {waited_s:.2f} s of {seconds:.2f} s")
+    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * seconds:.0f}ms")
+    outcome = f"met at step:{met[0]} train_time:{1e3 * met[1]:.0f}ms" if met else "not met"
+    log.line(f"target val_loss:{config.target_loss} {outcome}")
+
+
+# =====================================================================================================================
+# Tokenizer: text to ids and back, for samples and for data/text.py. Training itself never needs it.
+# =====================================================================================================================
 
 TOKENIZER_FILE = "tokenizer.tiktoken"
 # GPT-2's split into words, which BPE never merges across; one pattern serves every tokenizer that data/text.py writes.
@@ -1282,276 +1527,17 @@ def load_tokenizer(folder: str | Path):
                         f"shards again with `python data/text.py`") from None
 
 
-@torch.no_grad()
-def sample_text(model: GPT, table: NgramTable | None, dataset: Dataset, config: Config, tokenizer, world: World) -> str:
-    """Continue `sample` (or begin a document) by sample_tokens tokens. A collective: all ranks draw the same tokens."""
-    generator = torch.Generator().manual_seed(config.seed)
-    ids = [dataset.doc_start] + (tokenizer.encode_ordinary(config.sample) if config.sample else [])
-    for _ in range(config.sample_tokens):
-        window = torch.tensor(ids[-config.seq_len:] + [-1])[None]
-        batch = make_batch(window, 1, 1, dataset.doc_start)
-        memory = read_memory(table, batch, table and table.plan([batch]))
-        batch = batch.to(world.device)
-        logits = model.logits(batch.tokens[0], batch.starts[0], memory)[0, :dataset.vocab_size].cpu()
-        ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
-    ids = ids[1:]
-    return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
-
-
-# =====================================================================================================================
-# Log: one file a run, opened exclusively by rank 0; the source beside it once a folder, by its hash.
-# =====================================================================================================================
-
-class RunLog:
-    """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0."""
-
-    def __init__(self, config: Config, world: World, header: dict):
-        self.main, self.total = world.main, config.steps
-        self.live = sys.stdout.isatty()
-        self.file = None
-        if not self.main:
-            return
-        folder = Path(config.out)
-        stamp = f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
-        path = folder / f"{config.run_id or stamp}.txt"
-        source = Path(__file__).read_bytes()
-        digest = hashlib.sha256(source).hexdigest()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "x", encoding="utf-8", buffering=1)
-            copy = folder / f"train_gpt_{digest[:16]}.py"
-            if not copy.exists():
-                part = copy.with_suffix(f".{os.getpid()}.part")
-                part.write_bytes(source)
-                part.rename(copy)
-        except FileExistsError:
-            raise UserError(f"{path}: found a log of that name, expected none; choose another --run_id or --out") from None
-        except OSError as error:
-            raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another --out") from None
-        self.line("run:" + json.dumps({"format": 1, "run_id": path.stem, **header, "source_sha256": digest}), screen=False)
-        print(f"log {path}")
-
-    def line(self, text: str, screen: bool = True) -> None:
-        if self.main:
-            self.file.write(text + "\n")
-            if screen:
-                print(("\r\033[K" if self.live else "") + text, flush=True)
-
-    def step(self, step: int, train_time_s: float, key: str, loss: float, **more) -> None:
-        average = train_time_s / step if step else math.nan
-        extra = "".join(f" {name}:{value}" for name, value in more.items())
-        self.line(f"step:{step}/{self.total} {key}:{loss:.5f} train_time:{1e3 * train_time_s:.0f}ms "
-                  f"step_avg:{1e3 * average:.2f}ms{extra}", screen=key == "val_loss" or not self.live)
-
-    def progress(self, step: int, loss: float, tokens_per_s: float, left_s: float) -> None:
-        if self.main and self.live:
-            print(f"\r\033[Kstep {step}/{self.total}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
-                  f"{left_s // 60:.0f}:{left_s % 60:02.0f} left", end="", flush=True)
-
-
-def run_header(config: Config, world: World, dataset: Dataset, plan: dict) -> dict:
-    """What made the run, for the log's first line."""
-    def git(*arguments):
-        done = subprocess.run(["git", "-C", str(Path(__file__).resolve().parent), *arguments], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    cuda = world.device.type == "cuda"
-    return {
-        "date": datetime.now().isoformat(timespec="seconds"), "config": asdict(config), "world_size": world.size,
-        "device_name": torch.cuda.get_device_name(world.device) if cuda else "cpu", "cpu_name": cpu_name(),
-        "cpu_threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
-        "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain")),
-        "data": {**dataset.fingerprints, "vocab_size": dataset.vocab_size}, "target_loss": config.target_loss,
-        "clock": "train-only", "plan": plan,
-    }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] \
-        if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-# =====================================================================================================================
-# Training.
-# =====================================================================================================================
-
-class Trainer:
-    """The parts of a run and the step they make together."""
-
-    def __init__(self, config: Config, world: World, dataset: Dataset):
-        self.config, self.world, self.dataset = config, world, dataset
-        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        self.model = GPT(config, dataset.vocab_size, dtype).to(world.device)
-        self.table = NgramTable(config, world, dtype) if config.ngram_rows else None
-        self.optimizer = Optimizer(self.model, config, world)
-        self.forward = torch.compile(self.model, dynamic=False) if config.compile else self.model
-        self.micro_rows = (config.micro_batch_tokens or config.batch_tokens) // config.seq_len
-        self.val = plan_evaluation(config, dataset, self.table, self.micro_rows, world)
-        self.fetched = self.table_grads = None  # of the update cycle under way
-
-    def prepare(self, cycle: int) -> tuple[list[Batch], Cycle | None]:
-        """The batches of an update cycle and the table's plan for them: a function of the cycle's number alone. A collective."""
-        config = self.config
-        batches = [rank_batch(self.dataset.train, step * config.rows_per_step, config.rows_per_step, self.micro_rows,
-                              self.dataset.doc_start, self.world) for step in cycle_steps(cycle, config)]
-        return batches, self.table and self.table.plan(batches, self.world.loader_group)
-
-    def train_step(self, step: int, batch: Batch, cycle: Cycle | None) -> Tensor:
-        """One step. Returns the mean loss over all ranks, a float32 scalar on the device."""
-        config, table, loss_sum = self.config, self.table, torch.zeros((), device=self.world.device)
-        index, batch = step % config.ngram_update_every, batch.to(self.world.device)
-        if table and index == 0:
-            self.fetched = table.fetch(cycle)
-            self.table_grads = torch.zeros(self.fetched.shape, device=self.world.device)
-        for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
-            memory = None
-            if table:
-                cut = slice(m * tokens.numel(), (m + 1) * tokens.numel())
-                slots, signs = cycle.slots[index][:, cut], cycle.signs[index][:, cut]
-                memory = table.read(self.fetched, slots, signs).view(*tokens.shape, -1).requires_grad_()
-            loss = self.forward(tokens, starts, memory, targets)
-            loss.backward()
-            if table:
-                table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1))
-            loss_sum += loss.detach()
-        scale = lr_scale(step, config)
-        if table and step + 1 == cycle_steps(step // config.ngram_update_every, config).stop:
-            table.update(cycle, self.table_grads, config.ngram_lr * scale)
-        self.optimizer.step(scale, muon_momentum(step, config))
-        dist.all_reduce(loss_sum)
-        return loss_sum / config.batch_tokens
-
-    def evaluate(self) -> float:
-        return evaluate(self.forward, self.table, self.val, self.world)
-
-    def warm_up(self) -> None:
-        """Run the first cycle and an evaluation, then put back all that changed, so that the clock meets everything warm."""
-        batches, cycle = self.prepare(0)
-        cycle = cycle and cycle.to(self.world.device)
-        saved, updates = [t.clone() for t in self.optimizer.tensors()], self.optimizer.updates
-        table_saved = self.table and self.table.touched(cycle)
-        for _ in range(self.config.warmup_steps):
-            for step, batch in enumerate(batches):
-                self.train_step(step, batch, cycle)
-        if self.config.warmup_steps:
-            evaluate(self.forward, self.table, self.val[:1], self.world)
-        for tensor, old in zip(self.optimizer.tensors(), saved):
-            tensor.copy_(old)
-        self.optimizer.updates = updates
-        if self.table:
-            self.table.put_back(table_saved)
-        self.fetched = self.table_grads = None
-
-
-class LossWatch:
-    """Reads each step's loss back from the device a little later, so that a GPU never waits, and stops a run that diverged.
-
-    The losses are equal on all ranks, so all ranks stop at the same step.
-    """
-
-    def __init__(self, world: World):
-        self.cuda = world.device.type == "cuda"
-        self.lag = 2 if self.cuda else 0
-        self.pending = deque()
-        self.latest = math.nan
-
-    def push(self, step: int, loss: Tensor) -> None:
-        event = None
-        if self.cuda:
-            host = torch.empty((), pin_memory=True)
-            host.copy_(loss, non_blocking=True)
-            loss, event = host, torch.cuda.Event()
-            event.record()
-        self.pending.append((step, loss, event))
-        self.settle(self.lag)
-
-    def settle(self, lag: int = 0) -> None:
-        while len(self.pending) > lag:
-            step, loss, event = self.pending.popleft()
-            if event is not None:
-                event.synchronize()
-            self.latest = float(loss)
-            if not math.isfinite(self.latest):
-                raise UserError(f"training loss: found {self.latest} after step {step}, expected a finite number; lower the "
-                                f"learning rates (--muon_lr, --adam_lr, --ngram_lr)")
-
-
-class Clock:
-    """Seconds of training alone: runs only between start() and stop(), which wait for the device."""
-
-    def __init__(self, world: World):
-        self.world, self.total, self.began = world, 0.0, None
-
-    def wait_for_device(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-
-    def start(self) -> None:
-        self.wait_for_device()
-        dist.barrier()
-        self.began = time.perf_counter()
-
-    def stop(self) -> None:
-        self.wait_for_device()
-        self.total, self.began = self.seconds(), None
-
-    def seconds(self) -> float:
-        return self.total + (time.perf_counter() - self.began if self.began is not None else 0.0)
-
-
-def train(trainer: Trainer, log: RunLog) -> float:
-    """The training loop. Returns the final validation loss."""
-    config, world = trainer.config, trainer.world
-    loader = Loader(trainer.prepare, 0, config.cycles)
-    clock, watch = Clock(world), LossWatch(world)
-    met, val_loss, batches, cycle = None, math.nan, [], None
-    try:
-        for step in range(config.steps + 1):
-            if step == config.steps or (config.val_every and step % config.val_every == 0):
-                if step:
-                    watch.settle()
-                    clock.stop()
-                val_loss = trainer.evaluate()
-                log.step(step, clock.seconds(), "val_loss", val_loss)
-                if not math.isfinite(val_loss):
-                    raise UserError(f"validation loss: found {val_loss} at step {step}, expected a finite number")
-                if met is None and val_loss <= config.target_loss:
-                    met = (step, clock.seconds())
-            if step == config.steps:
-                break
-            if clock.began is None:
-                clock.start()
-            if step % config.ngram_update_every == 0:
-                batches, cycle = loader.next()
-                cycle = cycle and cycle.to(world.device)
-            watch.push(step, trainer.train_step(step, batches[step % config.ngram_update_every], cycle))
-            done, seconds = step + 1, clock.seconds()
-            rate = done * config.batch_tokens / seconds
-            log.progress(done, watch.latest, rate, (config.steps - done) * seconds / done)
-            if done % 10 == 0:
-                log.step(done, seconds, "train_loss", watch.latest, tokens_per_s=round(rate))
-    finally:
-        loader.close()
-    finish(trainer, log, val_loss, clock.seconds(), met, loader.wait_s)
-    return val_loss
-
-
-def finish(trainer: Trainer, log: RunLog, val_loss: float, train_time_s: float, met: tuple | None, wait_s: float) -> None:
-    """What a run says last: a sample, how the table was used, the final loss, and when the target was met. Untimed."""
-    config = trainer.config
-    if config.sample_tokens:
-        tokenizer = load_tokenizer(config.data)
-        text = sample_text(trainer.model, trainer.table, trainer.dataset, config, tokenizer, trainer.world)
-        log.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
-    if config.ngram_rows and log.main:
-        for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, trainer.world.size):
-            log.line(line)
-    log.line(f"waited for data {wait_s:.2f} s of {train_time_s:.2f} s")
-    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * train_time_s:.0f}ms")
-    outcome = f"met at step:{met[0]} train_time:{1e3 * met[1]:.0f}ms" if met else "not met"
-    log.line(f"target val_loss:{config.target_loss} {outcome}")
+def tokenizer_for_samples(config: Config, dataset: Dataset):
+    """The tokenizer if the run will print text; None where ids must do. Raises UserError before a run that could not end well."""
+    if not config.sample_tokens:
+        return None
+    tokenizer = load_tokenizer(config.data)
+    if tokenizer is None and config.sample:
+        raise UserError(f"{config.data}: found no {TOKENIZER_FILE}, expected it beside the shards to encode --sample")
+    if tokenizer is not None and tokenizer.n_vocab != dataset.vocab_size:
+        raise UserError(f"{config.data}/{TOKENIZER_FILE}: found {tokenizer.n_vocab} ids, expected the shards' {dataset.vocab_size}; "
+                        f"make the shards again, or use --sample_tokens=0")
+    return tokenizer
 
 
 # =====================================================================================================================
@@ -1570,35 +1556,43 @@ def main(argv: list[str] | None = None) -> float:
     """Run what the command line asks for. Returns the final validation loss, or nan where nothing was trained."""
     config = parse_args(sys.argv[1:] if argv is None else argv)
     with join_world(config) as world:
-        if world.device.type == "cpu":
-            keep_freed_memory()
-        dataset = together(world, lambda: open_dataset(config, world))
+        dataset = together(world, lambda: open_dataset(config))
         plan = make_plan(config, world, dataset)
         if world.main:
             print("\n".join(plan_lines(plan, world)), flush=True)
-        together(world, lambda: check_fits(config, plan, world))
         if config.table_report and world.main:
             print("\n".join(table_report(config, dataset.train, dataset.doc_start, world.size)))
         if config.dry_run or config.table_report:
             return math.nan
-        log = together(world, lambda: RunLog(config, world, run_header(config, world, dataset, plan)))
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        together(world, lambda: check_fits(plan, world))
+        together(world, lambda: check_tokens(config, dataset, world))
+        tokenizer = together(world, lambda: tokenizer_for_samples(config, dataset))
+        log = together(world, lambda: RunLog(config, world, dataset, plan))
         try:
             trainer = Trainer(config, world, dataset)
             trainer.warm_up()
-            return train(trainer, log)
+            return train(trainer, log, tokenizer)
         except BaseException as error:
             log.line(f"error: {type(error).__name__}: {error}", screen=False)
             raise
 
 
 def cli() -> int:
+    """main() with errors as a user should see them. Returns the exit status."""
     try:
         main()
         return 0
     except UserError as error:
-        print(f"\nerror: {error}", file=sys.stderr, flush=True)
-        return 1
+        if not isinstance(error, SharedError) or os.environ.get("RANK", "0") == "0":
+            print(f"\nerror: {error}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return 1
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    status = cli()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)  # at once: a failed rank must not wait for its loader's thread, which may wait for a rank that is gone

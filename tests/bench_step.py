@@ -56,7 +56,7 @@ def main() -> None:
     train_gpt.keep_freed_memory()
     config = train_gpt.parse_args(flags)
     with train_gpt.join_world(config) as world:
-        trainer = Trainer(config, world, train_gpt.open_dataset(config, world))
+        trainer = Trainer(config, world, train_gpt.open_dataset(config))
         trainer.warm_up()
         parts = parts_of_a_step(trainer)
         times = {name: [] for name in parts}

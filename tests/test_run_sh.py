@@ -1,0 +1,59 @@
+"""run.sh in a copy of the project whose environment is already set up."""
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT, TINY
+
+
+@pytest.fixture
+def clone(tmp_path, tiny_data) -> Path:
+    folder = tmp_path / "a clone"
+    (folder / ".venv/bin").mkdir(parents=True)
+    for name in ("run.sh", "train_gpt.py", "requirements.txt"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "data", folder / "data", ignore=lambda path, names: [n for n in names if not n.endswith(".py")])
+    python = folder / ".venv/bin/python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    shutil.copy(ROOT / "requirements.txt", folder / ".venv/installed")
+    return folder
+
+
+def run(clone: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run([str(clone / "run.sh"), *arguments], capture_output=True, text=True, cwd=cwd or clone, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_flags_reach_the_trainer_and_the_log_lies_in_the_project(clone, tiny_data, tmp_path):
+    shutil.copytree(tiny_data, clone / "data/torch_source")
+    done = run(clone, *TINY[2:], "--steps=2", "--ngram_rows=0", "--seed=3", "--run_id=r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert '"seed": 3' in (clone / "logs/r.txt").read_text() and "final step:2/2" in done.stdout
+    assert "table rows" not in done.stdout
+
+
+def test_a_failing_trainer_fails_the_script(clone):
+    done = run(clone, "--data=nowhere")
+    assert done.returncode == 1 and "error: nowhere: found no" in done.stderr
+    assert not (clone / "data/torch_source").exists()
+
+
+def test_missing_embedded_data_is_made_first(clone, tmp_path):
+    """The data script stands in for 7 s of work; what it must do is told apart by what it prints."""
+    (clone / "data/text.py").write_text("import sys\nprint('made the data', sys.argv[1:])\n")
+    done = run(clone)
+    assert "made the data []" in done.stdout and "error: data/torch_source: found no" in done.stderr
+
+
+def test_test_runs_pytest(clone):
+    (clone / "test_one.py").write_text("def test_one():\n    pass\n")
+    done = run(clone, "test", "test_one.py")
+    assert done.returncode == 0 and "1 passed" in done.stdout
