@@ -19,10 +19,15 @@ if [ "${1:-}" = test ]; then
 fi
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-if [ "$gpus" -eq 0 ] && [[ " $*" != *" --data"* ]] && ! compgen -G "data/torch_source/*_val_*.bin" >/dev/null; then
+flags=" ${*//_/-} "
+track=cpu
+if [[ $flags == *"--track=fineweb "* || ( $gpus -gt 0 && $flags != *"--track=cpu "* && $flags != *"--device=cpu "* ) ]]; then
+    track=fineweb
+fi
+if [[ $track == cpu && $flags != *" --data"* && $flags != *" --help "* ]] && ! compgen -G "data/torch_source/*_val_*.bin" >/dev/null; then
     "$python" data/text.py
 fi
-if [ "$gpus" -gt 1 ] && [[ " $*" != *" --device=cpu"* ]]; then
+if [[ $gpus -gt 1 && $flags != *"--device=cpu "* ]]; then
     exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" train_gpt.py "$@"
 fi
 exec "$python" train_gpt.py "$@"

@@ -193,70 +193,86 @@ def sharded_table(config: Config, world: World, steps, message_bytes: int):
     return table.rows.float().numpy(), table.second.numpy(), table.last.numpy(), reads
 
 
-def run_sharded(world_size, steps, num_rows, update_every=1, dtype="float32", moment="row", signs=64, message_bytes=1 << 30):
-    flags = ["--device=cpu", f"--ngram_rows={num_rows}", "--ngram_dim=6", f"--ngram_signs={signs}", f"--ngram_dtype={dtype}",
-             f"--ngram_update_every={update_every}", f"--ngram_second_moment={moment}"]
+def table_flags(num_rows=1003, update_every=1, dtype="float32", moment="row", signs=64) -> list[str]:
+    return ["--device=cpu", f"--ngram_rows={num_rows}", "--ngram_dim=6", f"--ngram_signs={signs}", f"--ngram_dtype={dtype}",
+            f"--ngram_update_every={update_every}", f"--ngram_second_moment={moment}"]
+
+
+def run_sharded(_, world, runs):
+    """One result (this rank's part of it) for each (flags, steps, message_bytes)."""
+    return [sharded_table(parse_args(flags), world, steps, message_bytes) for flags, steps, message_bytes in runs]
+
+
+def on_world(world_size, runs) -> list:
+    """For each run the whole table: rows, second moments, last updates."""
     if world_size == 1:
-        config = parse_args(flags)
-        with join_world(config) as world:
-            results = [sharded_table(config, world, steps, message_bytes)]
+        with join_world(parse_args(["--device=cpu"])) as world:
+            ranks = [run_sharded(None, world, runs)]
     else:
-        results = on_ranks(world_size, sharded_table, steps, message_bytes, flags=flags)
-    rows, second, last, _ = zip(*results)
-    return np.concatenate(rows), np.concatenate(second), np.concatenate(last)
+        ranks = on_ranks(world_size, run_sharded, runs, flags=["--device=cpu"])
+    return [tuple(np.concatenate(parts) for parts in list(zip(*shards))[:3]) for shards in zip(*ranks)]
 
 
+WHOLE = 1 << 30  # bytes of a message
 CASES = {
-    "200 updates with repeats and decay": dict(kind="mixed", steps=200, num_rows=1003),
-    "touched at updates 1, 2 and 50": dict(kind="gaps", steps=60, num_rows=5000),
-    "fewer rows than ranks": dict(kind="mixed", steps=30, num_rows=5),
-    "all tokens equal, most owners idle": dict(kind="equal", steps=20, num_rows=997),
-    "two steps an update": dict(kind="mixed", steps=50, num_rows=1003, update_every=2),
-    "four steps an update, the last cycle short": dict(kind="mixed", steps=50, num_rows=1003, update_every=4),
-    "a second moment an element": dict(kind="mixed", steps=50, num_rows=1003, moment="element"),
-    "no signs": dict(kind="mixed", steps=20, num_rows=1003, signs=0),
+    "200 updates with repeats and decay": ("mixed", 200, dict()),
+    "touched at updates 1, 2 and 50": ("gaps", 60, dict(num_rows=5000)),
+    "fewer rows than ranks": ("mixed", 30, dict(num_rows=5)),
+    "all tokens equal, most owners idle": ("equal", 20, dict(num_rows=997)),
+    "two steps an update": ("mixed", 50, dict(update_every=2)),
+    "four steps an update, the last cycle short": ("mixed", 50, dict(update_every=4)),
+    "a second moment an element": ("mixed", 50, dict(moment="element")),
+    "no signs": ("mixed", 20, dict(signs=0)),
 }
+
+
+@pytest.fixture(scope="module")
+def results():
+    """world size -> case -> whole table; each world is started once."""
+    runs = [(table_flags(**flags), make_steps(kind, steps, seed=7), WHOLE) for kind, steps, flags in CASES.values()]
+    return {size: dict(zip(CASES, on_world(size, runs))) for size in (1, 2, 3, 4, 8)}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {case: eager_table(flags.get("num_rows", 1003), make_steps(kind, steps, seed=7), flags.get("update_every", 1),
+                              flags.get("moment", "row"), flags.get("signs", 64)) for case, (kind, steps, flags) in CASES.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_sharded_table_equals_the_eager_rule(case, world_size):
-    spec = dict(CASES[case])
-    if world_size in (2, 4) and case not in list(CASES)[:2]:
-        pytest.skip("world sizes 1, 3 and 8 cover this case")
-    steps = make_steps(spec.pop("kind"), spec.pop("steps"), seed=7)
-    rows, second, _ = run_sharded(world_size, steps, **spec)
-    expected, expected_second = eager_table(spec["num_rows"], steps, spec.get("update_every", 1), spec.get("moment", "row"),
-                                            spec.get("signs", 64))
-    assert np.abs(expected.numpy()).max() > 0.1
-    np.testing.assert_allclose(rows, expected, rtol=2e-4, atol=2e-5)
-    # What an idle row's moment owes is paid when it is touched; compare the ones whose debt is zero or nothing.
-    touched = rows.any(1)
-    assert touched.sum() > 0 and (second[~touched] == 0).all()
+def test_sharded_table_equals_the_eager_rule(results, expected, case, world_size):
+    rows, second, last = results[world_size][case]
+    table, eager_second = expected[case]
+    assert np.abs(table.numpy()).max() > 0.1
+    np.testing.assert_allclose(rows, table, rtol=2e-4, atol=2e-5)
+    touched = last > 0
+    assert touched.any() and not rows[~touched].any() and not second[~touched].any()
+    # What an idle row's moment owes is paid when the row is touched again: pay it here to compare with the eager one.
+    owed = BETA2 ** (last.max() - last[touched])
+    paid = second[touched] * (owed if second.ndim == 1 else owed[:, None])
+    np.testing.assert_allclose(paid, eager_second[torch.from_numpy(touched)], rtol=1e-4, atol=1e-9)
 
 
-def test_second_moment_after_a_gap_equals_the_eager_one():
-    steps = make_steps("gaps", 50, seed=7)
-    _, second, last = run_sharded(1, steps, 5000)
-    _, expected = eager_table(5000, steps, 1, "row", 64)
-    fresh = last == 50
-    assert fresh.sum() > 5
-    np.testing.assert_allclose(second[fresh], expected[torch.from_numpy(fresh)], rtol=1e-5)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_world_sizes_agree(results, case, world_size):
+    for ours, one in zip(results[world_size][case], results[1][case]):
+        np.testing.assert_allclose(ours, one, rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_rows_round_the_float32_rule_and_repeat_bit_for_bit():
-    steps = make_steps("mixed", 1, seed=3)
-    rows, _, _ = run_sharded(1, steps, 1003, dtype="bfloat16")
-    expected, _ = eager_table(1003, steps, 1, "row", 64)
-    assert np.array_equal(rows, expected.float().bfloat16().float().numpy())
-    longer = make_steps("mixed", 50, seed=3)
-    first, again = (run_sharded(1, longer, 1003, dtype="bfloat16") for _ in range(2))
+    short, longer = make_steps("mixed", 1, seed=3), make_steps("mixed", 50, seed=3)
+    flags = table_flags(dtype="bfloat16")
+    once, first, again = on_world(1, [(flags, short, WHOLE), (flags, longer, WHOLE), (flags, longer, WHOLE)])
+    exact, _ = eager_table(1003, short, 1, "row", 64)
+    assert np.array_equal(once[0], exact.float().bfloat16().float().numpy())
     assert all(np.array_equal(a, b) for a, b in zip(first, again))
 
 
 def test_large_exchanges_go_in_pieces_and_change_nothing():
     steps = make_steps("mixed", 10, seed=5)
-    whole, pieces = run_sharded(2, steps, 1003), run_sharded(2, steps, 1003, message_bytes=500)
+    whole, pieces = on_world(2, [(table_flags(), steps, WHOLE), (table_flags(), steps, 500)])
     assert all(np.array_equal(a, b) for a, b in zip(whole, pieces))
 
 

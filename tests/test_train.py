@@ -328,7 +328,7 @@ GOLDEN = 3.36862
 def test_golden_run(tiny):
     """20 steps of a tiny config end where they always did; a change that moves them must say why."""
     final = train_gpt.main(tiny)
-    assert final == pytest.approx(GOLDEN, abs=3e-3)
+    assert final == pytest.approx(GOLDEN, abs=5e-4)
 
 
 def test_a_run_repeats_bit_for_bit(tiny):
@@ -337,10 +337,11 @@ def test_a_run_repeats_bit_for_bit(tiny):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_agree_with_one_process(tiny, ranks):
-    one, several = run_trainer(*tiny, "--ngram_update_every=2"), run_trainer(*tiny, "--ngram_update_every=2", ranks=ranks)
+    flags = [*tiny, "--ngram_update_every=2", "--ngram_dtype=float32"]  # bf16 rows would round the last bits into view
+    one, several = run_trainer(*flags), run_trainer(*flags, ranks=ranks)
     assert one.returncode == several.returncode == 0, several.stderr
     assert len(losses(one.stdout)) == 5 and losses(one.stdout)[-1] < losses(one.stdout)[0] - 0.3
-    np.testing.assert_allclose(losses(several.stdout), losses(one.stdout), atol=2e-5)
+    np.testing.assert_allclose(losses(several.stdout), losses(one.stdout), rtol=0, atol=1.1e-5)  # five digits are printed
 
 
 def test_micro_batches_change_memory_alone(tiny):
@@ -425,6 +426,27 @@ def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path, ranks):
     assert done.returncode == 1
     assert re.search(r"error: training loss: found (nan|inf|-inf) after step \d+, expected a finite number", done.stderr)
     assert re.search(r"^error: ", (tmp_path / "logs/bad.txt").read_text(), re.MULTILINE)
+
+
+def test_a_rank_that_fails_ends_all_and_says_why(tiny, tmp_path):
+    """Rank 1 raises at step 3 while rank 0 waits for it in a collective."""
+    script = tmp_path / "fails.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt
+step_of = train_gpt.Trainer.train_step
+def train_step(trainer, step, batch, plan):
+    if step == 3 and trainer.world.rank == 1 and trainer.fetched is not None and trainer.optimizer.updates == 3:
+        raise RuntimeError("boom on rank 1")
+    return step_of(trainer, step, batch, plan)
+train_gpt.Trainer.train_step = train_step
+os._exit(train_gpt.cli())
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script), *tiny, "--run_id=f"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "RuntimeError: boom on rank 1" in done.stderr
+    assert "step:10" not in done.stdout
 
 
 # ---- bad input and plans ----------------------------------------------------------------------------------------------------
