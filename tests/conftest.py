@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # the tests' tensors are too small for more
 VOCAB, DOC_START = 61, 60
 TINY = ["--track=cpu", "--device=cpu", "--steps=20", "--batch_tokens=1536", "--seq_len=32", "--layers=2", "--model_dim=32", "--heads=2",
         "--ngram_dim=24", "--ngram_rows=4001", "--ngram_signs=64", "--val_tokens=2048", "--val_every=10", "--head_chunk_tokens=200",
-        "--sample_tokens=8"]
+        "--sample_tokens=8", "--adam_lr=0.008"]
 
 
 def write_shard(path: Path, tokens: np.ndarray, vocab_size: int = VOCAB, doc_start: int = DOC_START, **header) -> Path:
