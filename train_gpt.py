@@ -76,9 +76,9 @@ class Config:
     batch_tokens: int = flag(4096, "tokens a step over all ranks")
     micro_batch_tokens: int = flag(0, "tokens a rank holds in memory at once; 0: its whole share of a step")
     # evaluation
-    val_tokens: int = flag(131_072, "validation tokens, whatever the number of ranks")
-    val_every: int = flag(50, "steps between evaluations; 0: only at the end")
-    target_loss: float = flag(3.40, "validation loss in nats a token that the run is to reach")
+    val_tokens: int = flag(65_536, "validation tokens, whatever the number of ranks")
+    val_every: int = flag(20, "steps between evaluations; 0: only at the end")
+    target_loss: float = flag(3.30, "validation loss in nats a token that the run is to reach")
     sample: str = flag("", "text to continue after the last evaluation; empty starts a document")
     sample_tokens: int = flag(96, "tokens of text to print after the last evaluation")
     # model
@@ -100,7 +100,7 @@ class Config:
     ngram_wd: float = flag(0.014, "weight decay of the table, only where it agrees with the update")
     ngram_update_every: int = flag(1, "steps whose gradients add up to one table update")
     # optimizer
-    steps: int = flag(200, "optimizer steps")
+    steps: int = flag(220, "optimizer steps")
     muon_lr: float = flag(0.023, "learning rate of the matrices (Muon)")
     muon_momentum: float = flag(0.95, "Nesterov momentum of Muon, reached from 0.85")
     muon_momentum_steps: int = flag(300, "steps over which the momentum rises")
