@@ -128,7 +128,7 @@ class Config:
         need(self.track in ("auto", *TRACKS), "track", "one of " + ", ".join(TRACKS))
         need(self.device in ("auto", "cpu", "cuda"), "device", "cpu or cuda")
         need(self.warmup_steps >= self.compile, "warmup_steps", "at least 1 with --compile, which else ran on the clock")
-        need(self.model_dim % (2 * self.heads) == 0, "heads", f"a divisor of --model_dim={self.model_dim} with an even quotient")
+        need(self.model_dim % (2 * self.heads) == 0, "heads", f"a divisor of --model_dim={self.model_dim}, the quotient even")
         need(0 <= self.cooldown <= 1, "cooldown", "a fraction from 0 to 1")
         need(self.ngram_dtype in ("bfloat16", "float32"), "ngram_dtype", "bfloat16 or float32")
         need(self.ngram_second_moment in ("row", "element"), "ngram_second_moment", "row or element")
@@ -142,7 +142,7 @@ class Config:
         need(self.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
         if self.ngram_rows:
             smallest = min(hi - lo for lo, hi in channel_bounds(self))
-            need(smallest >= 2, "ngram_rows", f"at least 2 rows an order, of which one is reserved (the smallest has {smallest})")
+            need(smallest >= 2, "ngram_rows", f"at least 2 rows an order, one being reserved (found {smallest})")
 
     @property
     def rows_per_step(self) -> int:
@@ -155,7 +155,8 @@ TRACKS = {
     "fineweb": dict(
         data="data/fineweb10B", spread_rows=False, compile=True, warmup_steps=3, seq_len=2048, batch_tokens=393_216,
         micro_batch_tokens=49_152, val_tokens=10_485_760, val_every=125, target_loss=3.28, sample_tokens=0, layers=11,
-        model_dim=768, heads=6, head_chunk_tokens=8192, adam_lr=0.008, ngram_rows=84_602_880, ngram_update_every=2, steps=1600, log_every=25,
+        model_dim=768, heads=6, head_chunk_tokens=8192, adam_lr=0.008, ngram_rows=84_602_880, ngram_update_every=2, steps=1600,
+        log_every=25,
     ),
 }
 
@@ -243,7 +244,7 @@ def join_world(config: Config):
 
 
 def together(world: World, action):
-    """action() on every rank. Where it fails on any, all ranks raise the lowest failing rank's error, and none goes on alone."""
+    """action() on every rank. Where it fails on any, all ranks raise the lowest failing rank's error; none goes on alone."""
     result = error = None
     try:
         result = action()
@@ -298,7 +299,7 @@ class Shard:
         count = self.num_tokens - first if count is None else count
         tokens = np.fromfile(self.path, dtype=np.uint16, count=count, offset=SHARD_HEADER_BYTES + 2 * first)
         if len(tokens) != count:
-            raise UserError(f"{self.path}: found {len(tokens)} tokens from {first} on, expected {count}; it changed during the run")
+            raise UserError(f"{self.path}: found {len(tokens)} tokens from {first} on, expected {count}; the file has changed")
         return tokens
 
     def check_ids(self) -> None:
@@ -411,13 +412,14 @@ def check_tokens(config: Config, dataset: Dataset, world: World) -> None:
     """Refuse a run for which there are too few tokens, or whose shards hold an id they must not; each rank reads its share."""
     train, val, needed = dataset.train, dataset.val, config.steps * config.batch_tokens + 1
     if config.steps * config.rows_per_step > train.num_rows * config.epochs:
-        again = f", or read them again with --epochs={-(-needed // (train.num_rows * config.seq_len))}" if train.num_rows else ""
-        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps of "
-                        f"{config.batch_tokens:,}; fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
+        epochs = -(-config.steps * config.rows_per_step // max(1, train.num_rows))
+        again = f", or read them again with --epochs={epochs}" if train.num_rows else ""
+        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps "
+                        f"of {config.batch_tokens:,}; fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
                         f"run fewer --steps{again}")
     if config.val_tokens > val.num_rows * config.seq_len:
-        raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected {config.val_tokens + 1:,}; "
-                        f"use --val_tokens={val.num_rows * config.seq_len} or make a larger validation shard")
+        raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected "
+                        f"{config.val_tokens + 1:,}; use --val_tokens={val.num_rows * config.seq_len} or make a larger validation shard")
     for shard in (train.shards + val.shards)[world.rank::world.size]:
         shard.check_ids()
 
@@ -910,7 +912,7 @@ class GPT(nn.Module):
 # Update rules: pure functions of tensors. (The table's own rule, row_adam_update, stands with the table.)
 # =====================================================================================================================
 
-# Polar Express, arXiv:2505.16932: the best odd polynomials (a x + b x^3 + c x^5), one a step, for singular values from 1e-3 to 1.
+# Polar Express, arXiv:2505.16932: the best odd polynomials a x + b x^3 + c x^5, one a step, for singular values in [1e-3, 1].
 POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
                  (4.042929935166739, -2.808917465908714, 0.5000178451051316),
                  (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -1156,9 +1158,10 @@ def check_fits(plan: dict, world: World) -> None:
                 "table_gradients_bytes": "--batch_tokens", "activations_bytes": "--micro_batch_tokens",
                 "logits_bytes": "--head_chunk_tokens"}
     largest = max((name for name in plan if name.endswith("_bytes")), key=plan.get)
-    raise UserError(f"memory: found {available / 2**30:.2f} GiB available to each of the {world.local_size} ranks of this host, "
-                    f"expected {plan['bytes_per_rank'] / 2**30:.2f} GiB by the plan, of which {largest.removesuffix('_bytes')} "
-                    f"takes {plan[largest] / 2**30:.2f}; lower {remedies.get(largest, '--model_dim or --layers')} (see --dry_run)")
+    gib = {name: f"{count / 2**30:.2f}" for name, count in (plan | {"available": available}).items()}
+    raise UserError(f"memory: found {gib['available']} GiB available to each of the {world.local_size} ranks of this host, "
+                    f"expected {gib['bytes_per_rank']} GiB by the plan, of which {largest.removesuffix('_bytes')} takes "
+                    f"{gib[largest]}; lower {remedies.get(largest, '--model_dim or --layers')} (see --dry_run)")
 
 
 # =====================================================================================================================
@@ -1169,12 +1172,13 @@ REPORT_TOKENS = 1 << 23  # enough to see the trend, seconds to count
 
 
 def table_report(config: Config, stream: TokenStream, doc_start: int, world_size: int) -> list[str]:
-    """Distinct n-grams, used rows and colliding reads of each order, and the reads' spread over owners, for the run's tokens."""
+    """Distinct n-grams, used rows and colliding reads of each order, and the rows' spread over owners, for the run's tokens."""
     count = min(config.steps * config.rows_per_step, stream.num_rows, max(1, REPORT_TOKENS // config.seq_len))
     batch = make_batch(stream.read(0, count), count, count, doc_start)
     tokens = batch.tokens.flatten()
     rows, _ = ngram_addresses(tokens, batch.starts.flatten(), config)
-    lines = [f"table report over {len(tokens):,} of the run's {config.steps * config.batch_tokens:,} tokens: {config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
+    lines = [f"table report over {len(tokens):,} of the run's {config.steps * config.batch_tokens:,} tokens: "
+             f"{config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
     owner_ends = [(rank + 1) * config.ngram_rows // world_size for rank in range(world_size)]
     owner_rows = 0
     for order, (low, high), row in zip(config.ngram_orders, channel_bounds(config), rows):
@@ -1186,8 +1190,8 @@ def table_report(config: Config, stream: TokenStream, doc_start: int, world_size
         collides = (np.bincount(slots[first], minlength=len(used)) > 1)[slots]
         owner_rows += np.diff(np.searchsorted(used, owner_ends), prepend=0)
         share = collides.mean() if len(collides) else 0.0
-        lines.append(f"  order {order}: {len(first):,} distinct n-grams in {len(ngram):,} reads; {len(used):,} of {high - low:,} rows "
-                     f"used ({len(used) / (high - low):.1%}); {share:.1%} of reads share a row with another n-gram")
+        lines.append(f"  order {order}: {len(first):,} distinct n-grams in {len(ngram):,} reads; {len(used):,} of "
+                     f"{high - low:,} rows used ({len(used) / (high - low):.1%}); {share:.1%} of reads share a row with another n-gram")
     low, high = owner_rows.min(), owner_rows.max()
     lines.append(f"  used rows by owner: {low:,} to {high:,} ({high / max(1, owner_rows.mean()):.2f} times the mean at most)")
     return lines
@@ -1296,7 +1300,8 @@ class Trainer:
                               self.dataset.doc_start, world) for step in cycle_steps(cycle, config)]
         plan = self.table and self.table.plan(batches, world.loader_group)
         if world.device.type == "cuda":  # page-locked, so that the copies to the device run beside its work
-            batches, plan = [with_tensors(b, Tensor.pin_memory) for b in batches], plan and with_tensors(plan, Tensor.pin_memory)
+            batches = [with_tensors(batch, Tensor.pin_memory) for batch in batches]
+            plan = plan and with_tensors(plan, Tensor.pin_memory)
         return batches, plan
 
     def plan_evaluation(self) -> list[tuple[Batch, Cycle | None]]:
@@ -1469,12 +1474,16 @@ def train(trainer: Trainer, log: RunLog, tokenizer) -> float:
         if done % config.log_every == 0:
             watch.settle()
             log.step(done, seconds, "train_loss", watch.latest, tokens_per_s=round(rate))
-    finish(trainer, log, tokenizer, val_loss, clock.seconds(), met, waited_s)
+    say_more(trainer, log, tokenizer)
+    log.line(f"waited for data {waited_s:.2f} s of {clock.seconds():.2f} s")
+    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * clock.seconds():.0f}ms")
+    outcome = f"met at step:{met[0]} train_time:{1e3 * met[1]:.0f}ms" if met else "not met"
+    log.line(f"target val_loss:{config.target_loss} {outcome}")
     return val_loss
 
 
-def finish(trainer: Trainer, log: RunLog, tokenizer, val_loss: float, seconds: float, met: tuple | None, waited_s: float) -> None:
-    """What a run says last: a sample, how the table was used, the final loss, and when the target was met. Untimed."""
+def say_more(trainer: Trainer, log: RunLog, tokenizer) -> None:
+    """A sample of text and how the table was used, after the last evaluation, untimed."""
     config = trainer.config
     if config.sample_tokens:
         ids = trainer.sample(tokenizer.encode_ordinary(config.sample) if config.sample else [])
@@ -1483,10 +1492,6 @@ def finish(trainer: Trainer, log: RunLog, tokenizer, val_loss: float, seconds: f
     if config.ngram_rows and log.main:
         for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, trainer.world.size):
             log.line(line)
-    log.line(f"waited for data {waited_s:.2f} s of {seconds:.2f} s")
-    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * seconds:.0f}ms")
-    outcome = f"met at step:{met[0]} train_time:{1e3 * met[1]:.0f}ms" if met else "not met"
-    log.line(f"target val_loss:{config.target_loss} {outcome}")
 
 
 # =====================================================================================================================
@@ -1521,15 +1526,15 @@ def load_tokenizer(folder: str | Path):
 
 
 def tokenizer_for_samples(config: Config, dataset: Dataset):
-    """The tokenizer if the run will print text; None where ids must do. Raises UserError before a run that could not end well."""
+    """The tokenizer if the run will print text, None where ids must do. Raises UserError before a run that could not end well."""
     if not config.sample_tokens:
         return None
     tokenizer = load_tokenizer(config.data)
     if tokenizer is None and config.sample:
         raise UserError(f"{config.data}: found no {TOKENIZER_FILE}, expected it beside the shards to encode --sample")
     if tokenizer is not None and tokenizer.n_vocab != dataset.vocab_size:
-        raise UserError(f"{config.data}/{TOKENIZER_FILE}: found {tokenizer.n_vocab} ids, expected the shards' {dataset.vocab_size}; "
-                        f"make the shards again, or use --sample_tokens=0")
+        raise UserError(f"{config.data}/{TOKENIZER_FILE}: found {tokenizer.n_vocab} ids, expected the shards' "
+                        f"{dataset.vocab_size}; make the shards again, or use --sample_tokens=0")
     return tokenizer
 
 
