@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh [--flag=value ...]   set up if need be, make the embedded data if need be, train
 # ./run.sh test [pytest args]   set up if need be, run the tests
+# ./run.sh arms --arm ...       set up if need be, train arms with several seeds, interleaved, and compare (records/arms.py)
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -16,6 +17,8 @@ python=.venv/bin/python
 
 if [ "${1:-}" = test ]; then
     exec "$python" -m pytest -q "${@:2}"
+elif [ "${1:-}" = arms ]; then
+    exec "$python" records/arms.py "${@:2}"
 fi
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')

@@ -759,7 +759,6 @@ class SquaredReLU(torch.autograd.Function):
         return (grad * positive).mul_(2)
 
 
-
 def rotary_table(seq_len: int, head_dim: int, base: float) -> Tensor:
     """float32 [2, seq_len, head_dim / 2]: cosines and sines."""
     frequency = base ** -(torch.arange(0, head_dim, 2) / head_dim)
@@ -1259,7 +1258,7 @@ def run_header(config: Config, world: World, dataset: Dataset, plan: dict) -> di
 
     cuda, changes = world.device.type == "cuda", git("status", "--porcelain")
     return {
-        "date": datetime.now().isoformat(timespec="seconds"), "config": asdict(config), "world_size": world.size,
+        "date": datetime.now().isoformat(timespec="seconds"), "config": asdict(config), "seed": config.seed, "world_size": world.size,
         "device_name": torch.cuda.get_device_name(world.device) if cuda else "cpu", "cpu_name": cpu_name(),
         "cpu_threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
         "git_commit": git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes),

@@ -19,7 +19,8 @@ def clone(tmp_path, tiny_data) -> Path:
     (folder / ".venv/bin").mkdir(parents=True)
     for name in ("run.sh", "train_gpt.py", "requirements.txt"):
         shutil.copy(ROOT / name, folder / name)
-    shutil.copytree(ROOT / "data", folder / "data", ignore=lambda path, names: [n for n in names if not n.endswith(".py")])
+    for name in ("data", "records"):
+        shutil.copytree(ROOT / name, folder / name, ignore=lambda path, names: [n for n in names if not n.endswith(".py")])
     python = folder / ".venv/bin/python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
@@ -57,3 +58,10 @@ def test_test_runs_pytest(clone):
     (clone / "test_one.py").write_text("def test_one():\n    pass\n")
     done = run(clone, "test", "test_one.py")
     assert done.returncode == 0 and "1 passed" in done.stdout
+
+
+def test_arms_alternate(clone):
+    done = run(clone, "arms", "--dry_run", "--seeds=2", "--arm", "a=", "--arm", "b=--ngram_rows=0", "--out=logs/x")
+    commands = [line for line in done.stdout.splitlines() if "run.sh" in line]
+    assert done.returncode == 0 and ["--ngram_rows=0" in line for line in commands] == [False, True, False, True]
+    assert ["--seed=1" in line for line in commands] == [True, True, False, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -418,6 +419,24 @@ def test_log_holds_what_made_the_run(tiny, tmp_path):
     train_gpt.main([*tiny, "--run_id=other", "--target_loss=0.1"])
     assert (tmp_path / "logs/other.txt").read_text().endswith("target val_loss:0.1 not met\n")
     assert len(list((tmp_path / "logs").glob("*.py"))) == 1 and text == (tmp_path / "logs/abc.txt").read_text()
+
+
+def test_a_terminal_shows_one_live_line(tiny, tmp_path):
+    """In a pipe every step line is printed; on a terminal the training steps overwrite one line. The file has them all."""
+    terminal, inner = os.openpty()
+    process = subprocess.Popen([sys.executable, str(ROOT / "train_gpt.py"), *tiny, "--run_id=t"], stdout=inner, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    os.close(inner)
+    shown = b""
+    try:
+        while part := os.read(terminal, 1 << 16):
+            shown += part
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    assert process.wait() == 0
+    shown = shown.decode()
+    assert len(re.findall(r"\r\x1b\[Kstep \d+/20  loss \d\.\d{3}  [\d,]+ tokens/s  \d+:\d\d left", shown)) == 20
+    assert "train_loss" not in shown and "step:10/20 val_loss" in shown and "final step:20/20" in shown
+    assert len(re.findall(r"^step:\d+/20 train_loss", (tmp_path / "logs/t.txt").read_text(), re.MULTILINE)) == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
