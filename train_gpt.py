@@ -612,8 +612,8 @@ class Cycle:
     Made ahead on the CPU from tokens alone. Row numbers within a shard are local; "served" rows lie grouped by asking rank,
     each group sorted; T is the rank's tokens a step, padding included.
     """
-    slots: Tensor  # int32 [U, C, T]: index of each read among the rank's own unique rows of the cycle
-    signs: Tensor  # int32 [U, C, T]
+    slots: Tensor  # int64 [U, C, T]: index of each read among the rank's own unique rows of the cycle
+    signs: Tensor  # int64 [U, C, T]
     ask_counts: list[int]  # [W]: unique rows this rank reads from each owner
     serve_counts: list[int]  # [W]: rows each rank reads from this one
     served: Tensor  # int64 [sum(serve_counts)]
@@ -630,8 +630,9 @@ class NgramTable:
         self.first_row, last_row = world.share(config.ngram_rows)
         self.num_rows = last_row - self.first_row
         self.owner_cuts = np.array([world.share(config.ngram_rows, rank)[1] for rank in range(world.size)])
-        # Blocks keep temporaries in the CPU's second-level cache (0.8 MB at width 768); a GPU wants few launches.
-        self.block = max(1, (1 << 18) // config.ngram_dim) if world.device.type == "cpu" else 1 << 15
+        # Blocks keep temporaries near the CPU (8 MB; 1 MB is slower, since index_add_ runs in parallel only on long blocks);
+        # a GPU wants few launches.
+        self.block = max(1, (1 << 21) // config.ngram_dim) if world.device.type == "cpu" else 1 << 15
         self.max_message_bytes = MAX_MESSAGE_BYTES
         dtype, dim = getattr(torch, config.ngram_dtype), config.ngram_dim
         self.rows = zeros_where_touched((self.num_rows, dim), dtype, world.device)
@@ -662,7 +663,7 @@ class NgramTable:
         served = exchange_rows(asked, ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
         owned, owned_slots = sort_unique(served.numpy())
         heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_dim * 4
-        return Cycle(torch.from_numpy(slots).int().view(rows.shape), signs.int(), ask_counts.tolist(), serve_counts, served,
+        return Cycle(torch.from_numpy(slots).view(rows.shape), signs, ask_counts.tolist(), serve_counts, served,
                      torch.from_numpy(owned), torch.from_numpy(owned_slots),
                      pieces=min(self.config.ngram_dim, max(1, -(-heaviest // self.max_message_bytes))))
 
@@ -674,13 +675,13 @@ class NgramTable:
         return exchange_rows(served, cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
 
     def read(self, fetched: Tensor, slots: Tensor, signs: Tensor) -> Tensor:
-        """slots, signs int32 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
+        """slots, signs int64 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
         out = torch.empty(slots.shape[1], fetched.shape[1], dtype=self.read_dtype, device=fetched.device)
         for low in range(0, len(out), self.block):
-            cut, total = slice(low, low + self.block), 0.0
-            for slot, sign in zip(slots, signs):
-                total += fetched.index_select(0, slot[cut]).mul_(self.pool.index_select(0, sign[cut])).float()
-            out[cut] = total
+            part = out[low:low + self.block]
+            for order, (slot, sign) in enumerate(zip(slots[:, low:low + self.block], signs[:, low:low + self.block])):
+                signed = fetched.index_select(0, slot).mul_(self.pool.index_select(0, sign))  # exact in any type: +-1
+                (part.add_ if order else part.copy_)(signed)
         return out
 
     def add_grad(self, grads: Tensor, slots: Tensor, signs: Tensor, read_grad: Tensor) -> None:
@@ -1120,7 +1121,7 @@ def table_plan(config: Config, world: World, dataset: Dataset) -> dict:
     return {
         "table_rows_bytes": rows_bytes, "table_state_bytes": state_bytes, "table_cache_bytes": 2 * cycle_rows * row,
         "table_gradients_bytes": 2 * 4 * cycle_rows * config.ngram_dim, "sign_pool_bytes": max(1, config.ngram_signs) * row,
-        "table_plans_bytes": 12 * (6 * cycle_reads + reads * config.val_tokens // size),
+        "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
         "table_exchange_bytes_per_step": exchanged * (row + 4 * config.ngram_dim + 8) // config.ngram_update_every,
     }
 
