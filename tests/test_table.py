@@ -270,6 +270,24 @@ def test_bf16_rows_round_the_float32_rule_and_repeat_bit_for_bit():
     assert all(np.array_equal(a, b) for a, b in zip(first, again))
 
 
+def test_sums_do_not_depend_on_the_number_of_threads():
+    """Many reads of few rows, long enough for torch's parallel index_add_."""
+    config = parse_args(["--device=cpu", "--ngram_rows=1003", "--ngram_dim=64"])
+    generator = torch.Generator().manual_seed(0)
+    rows, signs = (torch.randint(0, high, (1, 2, 20_000), generator=generator) for high in (400, 8192))
+    grad, results = torch.randn(20_000, 64, generator=generator), []
+    with join_world(config) as world:
+        table = NgramTable(config, world, torch.float32)
+        cycle = table.route(rows, signs)
+        for threads in (1, 2, 2, 1):
+            torch.set_num_threads(threads)
+            grads = torch.zeros(table.fetch(cycle).shape)
+            table.add_grad(grads, cycle.slots[0], cycle.signs[0], grad)
+            results.append(grads)
+    torch.set_num_threads(1)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
 def test_large_exchanges_go_in_pieces_and_change_nothing():
     steps = make_steps("mixed", 10, seed=5)
     whole, pieces = on_world(2, [(table_flags(), steps, WHOLE), (table_flags(), steps, 500)])
