@@ -1,0 +1,1596 @@
+"""Train a GPT with a hashed n-gram memory to a target validation loss in the least wall-clock time.
+
+    python train_gpt.py                                        one process, the `cpu` track
+    torchrun --standalone --nproc_per_node=8 train_gpt.py      one process a GPU, the `fineweb` track
+    python train_gpt.py --help                                 every flag with its default
+
+The file reads top to bottom as a token travels: config, ranks, tokens, n-gram table, layers, model, update rules, optimizer,
+schedules, evaluation, log, training, main. Importing it does nothing.
+"""
+from __future__ import annotations
+
+import argparse
+import base64
+import ctypes
+import fnmatch
+import hashlib
+import json
+import math
+import mmap
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class UserError(Exception):
+    """A fault that the user can mend. The message names the thing, what was found, what was expected, and the remedy."""
+
+
+class SharedError(UserError):
+    """A UserError that all ranks raise alike, so that one of them tells it."""
+
+
+# =====================================================================================================================
+# Config: every size and switch of a run. One frozen dataclass; the command line is made from its fields.
+# =====================================================================================================================
+
+def flag(default, text: str):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Config:
+    # run
+    track: str = flag("auto", "preset: cpu or fineweb; auto takes fineweb where there is a GPU")
+    device: str = flag("auto", "cpu or cuda; auto takes cuda where there is one")
+    seed: int = flag(0, "seed of the weights; the data and the sign patterns never depend on it")
+    run_id: str = flag("", "name of the log file; empty makes one of the date and the seed")
+    out: str = flag("logs", "folder of the log")
+    log_every: int = flag(10, "steps between lines with the training loss")
+    dry_run: bool = flag(False, "print the plan (parameters, memory, tokens, exchange) and stop")
+    table_report: bool = flag(False, "print how the run's tokens fill the n-gram table and stop, without training")
+    compile: bool = flag(False, "torch.compile the model (on by default in the fineweb track)")
+    warmup_steps: int = flag(2, "untimed steps before the clock starts; all they change is put back")
+    timeout_s: int = flag(600, "seconds after which a collective whose partner is gone ends the run")
+    # data
+    data: str = flag("data/torch_source", "folder of *_train_*.bin and *_val_*.bin shards")
+    epochs: int = flag(1, "how often the train shards may be read through")
+    spread_rows: bool = flag(True, "take rows from all over the data in a fixed order, for unshuffled documents")
+    seq_len: int = flag(128, "tokens a row")
+    batch_tokens: int = flag(4096, "tokens a step over all ranks")
+    micro_batch_tokens: int = flag(0, "tokens a rank holds in memory at once; 0: its whole share of a step")
+    # evaluation
+    val_tokens: int = flag(65_536, "validation tokens, whatever the number of ranks")
+    val_every: int = flag(20, "steps between evaluations; 0: only at the end")
+    target_loss: float = flag(3.30, "validation loss in nats a token that the run is to reach")
+    sample: str = flag("", "text to continue after the last evaluation; empty starts a document")
+    sample_tokens: int = flag(96, "tokens of text to print after the last evaluation")
+    # model
+    layers: int = flag(4, "blocks")
+    model_dim: int = flag(128, "width of the residual stream")
+    heads: int = flag(2, "attention heads; model_dim / heads is even")
+    rotary_base: float = flag(10_000.0, "base of the rotary frequencies")
+    head_chunk_tokens: int = flag(512, "tokens whose logits exist at once")
+    # n-gram table
+    ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table")
+    ngram_dim: int = flag(0, "width of a row, at most model_dim; 0: model_dim")
+    ngram_orders: tuple = flag((2, 3), "orders of the hashed n-grams")
+    ngram_split: tuple = flag((), "shares of the rows by order, e.g. 1,3; empty: equal")
+    ngram_signs: int = flag(8192, "sign patterns in the pool; 0: no signs")
+    ngram_dtype: str = flag("bfloat16", "type of the rows: bfloat16 or float32")
+    ngram_second_moment: str = flag("row", "second moment of the row-sparse Adam: one a row, or one an element")
+    ngram_lr: float = flag(0.56, "learning rate of the table before the schedule")
+    ngram_beta2: float = flag(0.95, "decay of the table's second moment an update")
+    ngram_wd: float = flag(0.014, "weight decay of the table, only where it agrees with the update")
+    ngram_update_every: int = flag(1, "steps whose gradients add up to one table update")
+    # optimizer
+    steps: int = flag(220, "optimizer steps")
+    muon_lr: float = flag(0.023, "learning rate of the matrices (Muon)")
+    muon_momentum: float = flag(0.95, "Nesterov momentum of Muon, reached from 0.85")
+    muon_momentum_steps: int = flag(300, "steps over which the momentum rises")
+    adam_lr: float = flag(0.02, "learning rate of everything else (Adam), times the multiplier in RULES")
+    adam_beta1: float = flag(0.8, "first-moment decay of Adam")
+    adam_beta2: float = flag(0.95, "second-moment decay of Adam")
+    weight_decay: float = flag(0.0, "decoupled weight decay, times lr, times the multiplier in RULES")
+    cooldown: float = flag(0.6, "last fraction of the steps over which the learning rate falls")
+    final_lr: float = flag(0.0, "learning rate at the last step as a fraction of the highest")
+
+    def __post_init__(self):
+        object.__setattr__(self, "ngram_dim", self.ngram_dim or self.model_dim)
+
+        def need(ok: bool, name: str, expected: str):
+            if not ok:
+                raise SharedError(f"--{name}: found {getattr(self, name)!r}, expected {expected}")
+
+        for name in ("steps", "seq_len", "batch_tokens", "val_tokens", "layers", "model_dim", "heads", "head_chunk_tokens",
+                     "ngram_update_every", "epochs", "timeout_s", "log_every"):
+            need(getattr(self, name) >= 1, name, "at least 1")
+        for name in ("micro_batch_tokens", "val_every", "sample_tokens", "ngram_rows", "ngram_signs", "warmup_steps"):
+            need(getattr(self, name) >= 0, name, "0 or more")
+        for name in ("batch_tokens", "val_tokens", "micro_batch_tokens"):
+            need(getattr(self, name) % self.seq_len == 0, name, f"a multiple of --seq_len={self.seq_len}")
+        need(self.track in ("auto", *TRACKS), "track", "one of " + ", ".join(TRACKS))
+        need(self.device in ("auto", "cpu", "cuda"), "device", "cpu or cuda")
+        need(self.warmup_steps >= self.compile, "warmup_steps", "at least 1 with --compile, which else ran on the clock")
+        need(self.model_dim % (2 * self.heads) == 0, "heads", f"a divisor of --model_dim={self.model_dim}, the quotient even")
+        need(0 <= self.cooldown <= 1, "cooldown", "a fraction from 0 to 1")
+        need(self.ngram_dtype in ("bfloat16", "float32"), "ngram_dtype", "bfloat16 or float32")
+        need(self.ngram_second_moment in ("row", "element"), "ngram_second_moment", "row or element")
+        need(1 <= self.ngram_dim <= self.model_dim, "ngram_dim", f"1 to --model_dim={self.model_dim}")
+        need(0 <= self.ngram_beta2 < 1, "ngram_beta2", "0 <= beta2 < 1")
+        orders = self.ngram_orders
+        need(len(orders) > 0 and len(set(orders)) == len(orders) and set(orders) <= set(ROW_MULTIPLIERS), "ngram_orders",
+             "different orders out of " + ",".join(map(str, ROW_MULTIPLIERS)))
+        need(len(self.ngram_split) in (0, len(orders)) and all(w > 0 for w in self.ngram_split), "ngram_split",
+             f"one positive whole number for each of the {len(orders)} orders")
+        need(self.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
+        if self.ngram_rows:
+            smallest = min(hi - lo for lo, hi in channel_bounds(self))
+            need(smallest >= 2, "ngram_rows", f"at least 2 rows an order, one being reserved (found {smallest})")
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_tokens // self.seq_len
+
+
+
+TRACKS = {
+    "cpu": {},  # the defaults above
+    "fineweb": dict(
+        data="data/fineweb10B", spread_rows=False, compile=True, warmup_steps=3, seq_len=2048, batch_tokens=393_216,
+        micro_batch_tokens=49_152, val_tokens=10_485_760, val_every=125, target_loss=3.28, sample_tokens=0, layers=11,
+        model_dim=768, heads=6, head_chunk_tokens=8192, adam_lr=0.008, ngram_rows=84_602_880, ngram_update_every=2, steps=1600,
+        log_every=25,
+    ),
+}
+
+
+def parse_args(argv: list[str]) -> Config:
+    """Command line to Config: `--flag=value` or `--flag value`, dash or underscore, `--flag`/`--no-flag` for booleans.
+
+    The flags stand above the track's preset. Raises UserError that names an unknown flag or a bad value.
+    """
+    parser = Parser(prog="train_gpt.py", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    for f in fields(Config):
+        kind, default = type(f.default), ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else \
+            dict(type=parse_ints if kind is tuple else kind, metavar=kind.__name__.upper())
+        parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS,
+                            help=f"{f.metadata['help']} (default {default})".replace("%", "%%"), **how)
+    given = vars(parser.parse_args([re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), argument) for argument in argv]))
+    given["device"] = given.get("device", "auto")
+    if given["device"] == "auto":
+        given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    given["track"] = given.get("track", "auto")
+    if given["track"] == "auto":
+        given["track"] = "fineweb" if given["device"] == "cuda" else "cpu"
+    return Config(**(TRACKS.get(given["track"], {}) | given))
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise SharedError(f"{message} (--help lists all flags)")
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.strip("()[] ").split(",") if part.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected whole numbers with commas between") from None
+
+
+# =====================================================================================================================
+# Ranks: who this process is among the others. Plain `python` is a world of one, and runs the same code.
+# =====================================================================================================================
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    loader_group: dist.ProcessGroup  # gloo; used by the loader's thread alone, so that its collectives never meet training's
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, count: int, rank: int | None = None) -> tuple[int, int]:
+        """[first, last) of `count` things that belong to a rank (default: this one); uneven and empty shares are fine."""
+        rank = self.rank if rank is None else rank
+        return rank * count // self.size, (rank + 1) * count // self.size
+
+
+@contextmanager
+def join_world(config: Config):
+    """Join torchrun's processes, or make a world of one; yields World and leaves the process group at the end."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    device, backend = torch.device("cpu"), "gloo"
+    if config.device == "cuda":
+        found = torch.cuda.device_count()
+        if local_rank >= found:
+            raise UserError(f"--device=cuda: found {found} GPUs, expected one for each of the {local_size} processes "
+                            f"of this host; start fewer with --nproc_per_node={max(found, 1)}, or use --device=cpu")
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    where = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s), **where)
+    loader_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+    try:
+        yield World(rank, size, local_size, device, loader_group)
+    except BaseException:
+        if backend != "gloo":
+            raise  # NCCL may wait for a partner that is gone; the process is about to end anyhow
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def together(world: World, action):
+    """action() on every rank. Where it fails on any, all ranks raise the lowest failing rank's error; none goes on alone."""
+    result = error = None
+    try:
+        result = action()
+    except (UserError, OSError) as caught:
+        error = str(caught)
+    errors = [None] * world.size
+    dist.all_gather_object(errors, error)
+    for message in errors:
+        if message is not None:
+            raise SharedError(message)
+    return result
+
+
+def exchange_rows(send: Tensor, send_counts: list[int], recv_counts: list[int], pieces: int, world: World,
+                  group: dist.ProcessGroup | None = None) -> Tensor:
+    """All-to-all of rows. send [sum(send_counts), ...] lies grouped by receiver; returns [sum(recv_counts), ...] by sender.
+
+    `pieces`, equal on all ranks, cuts wide rows by columns so that no message exceeds what a backend can count in 32 bits.
+    """
+    if world.size == 1:  # nothing to send
+        return send
+    received = send.new_empty(sum(recv_counts), *send.shape[1:])
+    if pieces == 1:
+        dist.all_to_all_single(received, send, recv_counts, send_counts, group=group)
+        return received
+    for columns in torch.arange(send.shape[1]).tensor_split(pieces):
+        cut = slice(int(columns[0]), int(columns[-1]) + 1)
+        part = received.new_empty(received.shape[0], len(columns))
+        dist.all_to_all_single(part, send[:, cut].contiguous(), recv_counts, send_counts, group=group)
+        received[:, cut] = part
+    return received
+
+
+# =====================================================================================================================
+# Tokens: shards on disk -> one stream of rows -> batches, prepared by a background thread some steps ahead.
+# =====================================================================================================================
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+GPT2_VOCAB_SIZE, GPT2_DOC_START = 50257, 50256
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One token file: 256 int32 of header (magic, version, tokens, vocabulary size, document-start token), then uint16."""
+    path: Path
+    num_tokens: int
+    vocab_size: int
+    doc_start: int
+
+    def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
+        """uint16 [count] from position `first`, to the end by default. Read, not mapped: memory must not grow with the data."""
+        count = self.num_tokens - first if count is None else count
+        tokens = np.fromfile(self.path, dtype=np.uint16, count=count, offset=SHARD_HEADER_BYTES + 2 * first)
+        if len(tokens) != count:
+            raise UserError(f"{self.path}: found {len(tokens)} tokens from {first} on, expected {count}; the file has changed")
+        return tokens
+
+    def check_ids(self) -> None:
+        """Read the whole file once; raise UserError where an id is not below the vocabulary size."""
+        for start in range(0, self.num_tokens, 1 << 24):
+            largest = int(self.read(start, min(1 << 24, self.num_tokens - start)).max())
+            if largest >= self.vocab_size:
+                raise UserError(f"{self.path}: found token id {largest}, expected ids below its vocabulary size "
+                                f"{self.vocab_size}; it was made with another tokenizer or is damaged: make it anew")
+
+
+def open_shard(path: str | Path) -> Shard:
+    """Read and check a shard's header and size. Raises UserError with path, found and expected."""
+    path = Path(path)
+    size = path.stat().st_size
+    if size < SHARD_HEADER_BYTES:
+        raise UserError(f"{path}: found {size} bytes, expected at least the {SHARD_HEADER_BYTES} of a shard header; "
+                        f"delete it and fetch or make it again")
+    header = np.fromfile(path, dtype=np.int32, count=256)
+    if (header[0], header[1]) != (SHARD_MAGIC, SHARD_VERSION):
+        raise UserError(f"{path}: found magic {header[0]} version {header[1]}, expected {SHARD_MAGIC} version "
+                        f"{SHARD_VERSION}; this is not a token shard")
+    num_tokens = int(header[2])
+    if num_tokens <= 0 or size != SHARD_HEADER_BYTES + 2 * num_tokens:
+        raise UserError(f"{path}: found {size} bytes, expected {SHARD_HEADER_BYTES + 2 * num_tokens} for the {num_tokens} "
+                        f"tokens its header promises; it is cut short or damaged: fetch or make it again")
+    vocab_size = int(header[3]) or GPT2_VOCAB_SIZE
+    doc_start = int(header[4]) if header[3] else GPT2_DOC_START
+    if not 0 <= doc_start < vocab_size <= 1 << 16:
+        raise UserError(f"{path}: found vocabulary size {vocab_size} and document-start token {doc_start}, expected "
+                        f"0 <= document start < vocabulary size <= 65536; the header is damaged: make it again")
+    return Shard(path, num_tokens, vocab_size, doc_start)
+
+
+class TokenStream:
+    """Shards one behind the other, cut into rows of seq_len inputs and the token behind each (targets).
+
+    Row i of the stream is tokens [i * seq_len, (i + 1) * seq_len] of the data. With `spread` the rows come in golden-ratio
+    order instead: any few consecutive ones lie evenly over the whole data, which stands in for a shuffle of long documents.
+    """
+
+    def __init__(self, shards: list[Shard], seq_len: int, spread: bool):
+        self.shards, self.seq_len = shards, seq_len
+        self.ends = np.cumsum([shard.num_tokens for shard in shards])
+        self.num_tokens = int(self.ends[-1])
+        self.num_rows = (self.num_tokens - 1) // seq_len  # the last input needs a target too
+        self.stride = golden_stride(self.num_rows) if spread else 1
+
+    def read(self, first: int, count: int) -> Tensor:
+        """int64 [count, seq_len + 1]: rows first.. of the stream, which starts over at its end."""
+        rows = np.empty((count, self.seq_len + 1), np.int64)  # uint16 has no modulo and no look-up in torch
+        for i in range(count):
+            row = (first + i) * self.stride % self.num_rows
+            rows[i] = self.read_span(row * self.seq_len, self.seq_len + 1)
+        return torch.from_numpy(rows)
+
+    def read_span(self, first: int, count: int) -> np.ndarray:
+        parts, index = [], int(np.searchsorted(self.ends, first, side="right"))
+        while count > 0:
+            shard = self.shards[index]
+            offset = first - (int(self.ends[index]) - shard.num_tokens)
+            part = shard.read(offset, min(count, shard.num_tokens - offset))
+            parts.append(part)
+            first, count, index = first + len(part), count - len(part), index + 1
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def golden_stride(num_rows: int) -> int:
+    """A stride near num_rows / golden ratio, without a common factor, whose multiples modulo num_rows lie the most evenly."""
+    def largest_quotient(stride: int) -> int:  # of the continued fraction; the multiples bunch up where it is large
+        a, b, largest = num_rows, stride, 1
+        while b:
+            largest, a, b = max(largest, a // b), b, a % b
+        return largest
+
+    golden = max(1, round(num_rows * (math.sqrt(5) - 1) / 2))
+    near = [stride for stride in range(golden, golden + 200) if math.gcd(stride, num_rows) == 1]
+    return min(near, key=largest_quotient)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    train: TokenStream
+    val: TokenStream
+    vocab_size: int
+    doc_start: int
+
+
+def open_dataset(config: Config) -> Dataset:
+    """Find the shards and check their headers and sizes."""
+    folder, found = Path(config.data), {}
+    for split in ("train", "val"):
+        paths = sorted(folder.glob(f"*_{split}_*.bin"))
+        if not paths:
+            raise UserError(f"{folder}: found no *_{split}_*.bin, expected token shards; make them with `python data/text.py` "
+                            f"(or `python data/fineweb.py` for the fineweb track), or name their folder with --data")
+        found[split] = [open_shard(path) for path in paths]
+    shards = found["train"] + found["val"]
+    first = shards[0]
+    for shard in shards:
+        if (shard.vocab_size, shard.doc_start) != (first.vocab_size, first.doc_start):
+            raise UserError(f"{shard.path}: found vocabulary size {shard.vocab_size} and document start {shard.doc_start}, "
+                            f"expected {first.vocab_size} and {first.doc_start} as in {first.path}; keep one data set a folder")
+    train = TokenStream(found["train"], config.seq_len, config.spread_rows)
+    val = TokenStream(found["val"][:1], config.seq_len, config.spread_rows)  # by name: the first, however many were fetched
+    return Dataset(train, val, first.vocab_size, first.doc_start)
+
+
+def check_tokens(config: Config, dataset: Dataset, world: World) -> None:
+    """Refuse a run for which there are too few tokens, or whose shards hold an id they must not; each rank reads its share."""
+    train, val, needed = dataset.train, dataset.val, config.steps * config.batch_tokens + 1
+    if config.steps * config.rows_per_step > train.num_rows * config.epochs:
+        epochs = -(-config.steps * config.rows_per_step // max(1, train.num_rows))
+        again = f", or read them again with --epochs={epochs}" if train.num_rows else ""
+        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps "
+                        f"of {config.batch_tokens:,}; fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
+                        f"run fewer --steps{again}")
+    if config.val_tokens > val.num_rows * config.seq_len:
+        raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected "
+                        f"{config.val_tokens + 1:,}; use --val_tokens={val.num_rows * config.seq_len} or make a larger validation shard")
+    for shard in (train.shards + val.shards)[world.rank::world.size]:
+        shard.check_ids()
+
+
+def fingerprints(config: Config, dataset: Dataset) -> dict:
+    """16 hex digits each for the first train shard, which tells data sets apart, and for what validation reads."""
+    spread = config.seq_len if dataset.val.stride > 1 else 0  # spread rows are other tokens at another row length
+    return {"train": fingerprint(dataset.train.shards[0]),
+            "val": fingerprint(dataset.val.shards[0], f"{config.val_tokens} {spread}"), "vocab_size": dataset.vocab_size}
+
+
+def fingerprint(shard: Shard, more: str = "") -> str:
+    """Of the shard's name, header and size, and of 64 spans of 1,024 tokens spread over it."""
+    digest = hashlib.sha256(f"{shard.path.name} {shard.num_tokens} {shard.vocab_size} {shard.doc_start} {more}".encode())
+    width = min(1024, shard.num_tokens)
+    for i in range(64):
+        digest.update(shard.read(i * (shard.num_tokens - width) // 63, width).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass
+class Batch:
+    """One rank's part of a step in M micro-batches of B rows; padding rows have target -1 and one segment a token."""
+    tokens: Tensor  # int64 [M, B, seq_len]
+    targets: Tensor  # int64 [M, B, seq_len]
+    starts: Tensor  # bool [M, B, seq_len]: a segment begins here
+
+
+def with_tensors(holder, change):
+    """The dataclass with change(tensor) in place of each of its tensors."""
+    return replace(holder, **{name: change(value) for name, value in vars(holder).items() if isinstance(value, Tensor)})
+
+
+def to_device(holder, device: torch.device):
+    return with_tensors(holder, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int) -> Batch:
+    """rows int64 [n, seq_len + 1] -> Batch of ceil(count / micro_rows) micro-batches, the missing rows padded.
+
+    A segment begins at each document start and at each row's first token; nothing of a row depends on another row.
+    """
+    micro_batches = -(-count // micro_rows)
+    missing = micro_batches * micro_rows - len(rows)
+    tokens = F.pad(rows[:, :-1], (0, 0, 0, missing), value=doc_start)
+    targets = F.pad(rows[:, 1:], (0, 0, 0, missing), value=-1)
+    starts = tokens == doc_start
+    starts[:, 0] = True
+    return Batch(*(t.reshape(micro_batches, micro_rows, -1) for t in (tokens, targets, starts)))
+
+
+def micro_batch_rows(config: Config, world_size: int) -> int:
+    """Rows of a micro-batch: the largest rank's share of a step, cut into as few equal parts as micro_batch_tokens allows."""
+    share = -(-config.rows_per_step // world_size)
+    parts = -(-share // min(share, config.micro_batch_tokens // config.seq_len or share))
+    return -(-share // parts)
+
+
+def rank_batch(stream: TokenStream, first_row: int, num_rows: int, micro_rows: int, doc_start: int, world: World) -> Batch:
+    """This rank's slice of rows [first_row, first_row + num_rows) of the stream; all ranks get as many micro-batches."""
+    first, last = world.share(num_rows)
+    return make_batch(stream.read(first_row + first, last - first), -(-num_rows // world.size), micro_rows, doc_start)
+
+
+def load_ahead(prepare, calls: range, ahead: int = 4):
+    """Yield prepare(call) for each call, made in one background thread up to `ahead` calls before it is asked for.
+
+    The training thread alone decides what is asked for, so all ranks ask for the same, the collectives inside `prepare` find
+    their partners, and a stop that all ranks share leaves none of them waiting.
+    """
+    pool, pending = ThreadPoolExecutor(1, thread_name_prefix="loader"), deque()
+    try:
+        for call in (*calls, *[None] * ahead):
+            if call is not None:
+                pending.append(pool.submit(prepare, call))
+            if pending and (call is None or len(pending) > ahead):
+                yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+# =====================================================================================================================
+# N-gram table: rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
+# Its seams: addressing (ngram_addresses), storage (zeros_where_touched), read (NgramTable.read), update (row_adam_update).
+# =====================================================================================================================
+
+# Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are record 92's.
+ROW_MULTIPLIERS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (52951, 22277, 64033, 31393)}
+SIGN_MULTIPLIERS = {2: (48271, 30011), 3: (58699, 39779, 26801), 4: (40009, 61027, 20897, 33601)}
+SIGN_POOL_SEED = 20260905  # never the run's seed
+ADAM_EPS = 1e-10
+MAX_MESSAGE_BYTES = 1 << 30  # NCCL and gloo count a message in 32 bits somewhere; stay well below
+
+
+def channel_bounds(config: Config) -> list[tuple[int, int]]:
+    """[first, last) row of each order's channel; the last row of each is reserved for positions without history."""
+    shares = config.ngram_split or (1,) * len(config.ngram_orders)
+    cuts = [config.ngram_rows * sum(shares[:c]) // sum(shares) for c in range(len(shares) + 1)]
+    return list(zip(cuts, cuts[1:]))
+
+
+def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """Row and sign-pattern numbers of every position's n-grams.
+
+    tokens int64 [T], ids below 2^16; segment_starts bool [T], where position 0 counts as a start. Returns (rows, signs), both
+    int64 [C, T] with C orders. The n-gram at t ends with tokens[t] and reads nothing before its segment. Exact integers.
+    """
+    position = torch.arange(len(tokens), device=tokens.device)
+    begins = torch.where(segment_starts, position, 0).cummax(0).values if len(tokens) else position
+    predecessors = position - begins
+    rows, signs = [], []
+    for order, (low, high) in zip(config.ngram_orders, channel_bounds(config)):
+        row_hash, sign_hash = torch.zeros_like(tokens), torch.zeros_like(tokens)
+        for back, (row_factor, sign_factor) in enumerate(zip(ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order])):
+            token = tokens.roll(back)  # what it wraps around is masked below
+            row_hash ^= row_factor * token
+            sign_hash ^= sign_factor * token
+        complete = predecessors >= order - 1
+        rows.append(torch.where(complete, low + row_hash % (high - low - 1), high - 1))
+        signs.append(torch.where(complete, sign_hash % max(1, config.ngram_signs), 0))
+    return torch.stack(rows), torch.stack(signs)
+
+
+def sign_pool(config: Config, dtype: torch.dtype) -> Tensor:
+    """[signs, ngram_dim] of +-1, the same on every rank, world size and seed; a single pattern of +1 where signs is 0."""
+    if config.ngram_signs == 0:
+        return torch.ones(1, config.ngram_dim, dtype=dtype)
+    generator = torch.Generator().manual_seed(SIGN_POOL_SEED)
+    bits = torch.randint(0, 2, (config.ngram_signs, config.ngram_dim), generator=generator, dtype=torch.int8)
+    return (2 * bits - 1).to(dtype)
+
+
+def zeros_where_touched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on the CPU take memory only in the pages that are touched, so that a table may exceed the machine's."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    no_reserve = {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0)  # mmap names MAP_NORESERVE from Python 3.13 on
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would take 2 MiB for a row of 1.5 KiB
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def sort_unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n] below 2^31 -> (sorted unique ids, int64 [n] index of each id among them).
+
+    One in-place sort of (id, position) packed in 64 bits: numpy sorts that several times faster than np.unique would.
+    """
+    packed = ids << 32 | np.arange(len(ids))
+    packed.sort()
+    order, ids = packed & 0xFFFFFFFF, packed >> 32
+    first = np.ones(len(ids), bool)
+    first[1:] = ids[1:] != ids[:-1]
+    slots = np.empty(len(ids), np.int64)
+    slots[order] = np.cumsum(first) - 1
+    return ids[first], slots
+
+
+def row_second_moment(grads: Tensor, second: Tensor, last: Tensor, update: int, beta2: float) -> Tensor:
+    """The touched rows' new second moments: what a row owes for the updates it missed is paid, then its gradient comes in.
+
+    grads float32 [n, dim]; second float32 [n] (one number a row, of the mean square) or [n, dim]; last int32 [n], the update
+    (from 1) at which the row was last touched, 0 for never; update, this one's number.
+    """
+    owed = torch.pow(beta2, (update - last).float())
+    if second.dim() == 1:
+        mean_square = torch.linalg.vector_norm(grads, dim=1).square() / grads.shape[1]
+        return torch.addcmul(mean_square * (1 - beta2), owed, second)
+    return torch.addcmul(grads.square() * (1 - beta2), owed[:, None], second)
+
+
+def row_adam_update(rows: Tensor, grads: Tensor, second: Tensor, update: int, lr: float, beta2: float, wd: float) -> Tensor:
+    """Adam with beta1 = 0 for the touched rows of a table (record 92's rule). Returns the rows, float32 [n, dim], in place.
+
+    second is row_second_moment's result. Decay acts only on elements whose update and weight have the same sign. An
+    untouched row does not move, so that this equals the eager rule over the whole table.
+    """
+    step_size = lr * math.sqrt(1 - beta2**update) / (second.sqrt() + ADAM_EPS)
+    change = grads * (step_size[:, None] if second.dim() == 1 else step_size)
+    if wd:
+        change.addcmul_((change * rows).gt_(0), rows, value=lr * wd)
+    return rows.sub_(change)
+
+
+@dataclass
+class Cycle:
+    """What one rank must know to read the table for the U steps of an update cycle, and to serve and update its shard.
+
+    Made ahead on the CPU from tokens alone. Row numbers within a shard are local; "served" rows lie grouped by asking rank,
+    each group sorted; T is the rank's tokens a step, padding included.
+    """
+    slots: Tensor  # int32 [U, C, T]: index of each read among the rank's own unique rows of the cycle
+    signs: Tensor  # int32 [U, C, T]
+    ask_counts: list[int]  # [W]: unique rows this rank reads from each owner
+    serve_counts: list[int]  # [W]: rows each rank reads from this one
+    served: Tensor  # int64 [sum(serve_counts)]
+    owned: Tensor  # int64 [u]: sorted unique of `served`
+    owned_slots: Tensor  # int64 [sum(serve_counts)]: index of each served row in `owned`
+    pieces: int  # messages that a rank's rows are sent in
+
+
+class NgramTable:
+    """A rank's shard of the table with the state of its row-sparse Adam, and the exchange of rows with the other ranks."""
+
+    def __init__(self, config: Config, world: World, read_dtype: torch.dtype):
+        self.config, self.world, self.read_dtype = config, world, read_dtype
+        self.first_row, last_row = world.share(config.ngram_rows)
+        self.num_rows = last_row - self.first_row
+        self.owner_cuts = np.array([world.share(config.ngram_rows, rank)[1] for rank in range(world.size)])
+        # Blocks keep temporaries in the CPU's second-level cache (0.8 MB at width 768); a GPU wants few launches.
+        self.block = max(1, (1 << 18) // config.ngram_dim) if world.device.type == "cpu" else 1 << 15
+        self.max_message_bytes = MAX_MESSAGE_BYTES
+        dtype, dim = getattr(torch, config.ngram_dtype), config.ngram_dim
+        self.rows = zeros_where_touched((self.num_rows, dim), dtype, world.device)
+        second_shape = (self.num_rows,) if config.ngram_second_moment == "row" else (self.num_rows, dim)
+        self.second = zeros_where_touched(second_shape, torch.float32, world.device)
+        self.last = zeros_where_touched((self.num_rows,), torch.int32, world.device)
+        self.pool = sign_pool(config, dtype).to(world.device)
+        self.updates = 0
+
+    # -- planning: in the loader's thread, on the CPU ---------------------------------------------------------------
+
+    def plan(self, batches: list[Batch], group: dist.ProcessGroup | None = None) -> Cycle:
+        """Addresses, routes and counts of a cycle's batches. A collective of all ranks over `group` (gloo)."""
+        addresses = [ngram_addresses(b.tokens.flatten(), b.starts.flatten(), self.config) for b in batches]
+        rows, signs = (torch.stack(parts) for parts in zip(*addresses))
+        return self.route(rows, signs, group)
+
+    def route(self, rows: Tensor, signs: Tensor, group: dist.ProcessGroup | None = None) -> Cycle:
+        """rows, signs int64 [U, C, T] -> Cycle. Sorts, and tells every owner what is asked of it."""
+        asked, slots = sort_unique(rows.flatten().numpy())
+        ends = np.searchsorted(asked, self.owner_cuts)
+        ask_counts = torch.from_numpy(np.diff(ends, prepend=0))
+        counts = torch.empty(self.world.size**2, dtype=torch.int64)
+        dist.all_gather_single(counts, ask_counts, group=group)
+        counts = counts.view(self.world.size, self.world.size)  # [asking rank, owner]
+        serve_counts = counts[:, self.world.rank].tolist()
+        asked = torch.from_numpy(asked)
+        served = exchange_rows(asked, ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
+        owned, owned_slots = sort_unique(served.numpy())
+        heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_dim * 4
+        return Cycle(torch.from_numpy(slots).int().view(rows.shape), signs.int(), ask_counts.tolist(), serve_counts, served,
+                     torch.from_numpy(owned), torch.from_numpy(owned_slots),
+                     pieces=min(self.config.ngram_dim, max(1, -(-heaviest // self.max_message_bytes))))
+
+    # -- reading and updating: in the training thread -------------------------------------------------------------------
+
+    def fetch(self, cycle: Cycle) -> Tensor:
+        """The rank's unique rows of a cycle, [n, dim] in the table's type, from their owners. A collective."""
+        served = self.rows.index_select(0, cycle.served)
+        return exchange_rows(served, cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
+
+    def read(self, fetched: Tensor, slots: Tensor, signs: Tensor) -> Tensor:
+        """slots, signs int32 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
+        out = torch.empty(slots.shape[1], fetched.shape[1], dtype=self.read_dtype, device=fetched.device)
+        for low in range(0, len(out), self.block):
+            cut, total = slice(low, low + self.block), 0.0
+            for slot, sign in zip(slots, signs):
+                total += fetched.index_select(0, slot[cut]).mul_(self.pool.index_select(0, sign[cut])).float()
+            out[cut] = total
+        return out
+
+    def add_grad(self, grads: Tensor, slots: Tensor, signs: Tensor, read_grad: Tensor) -> None:
+        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the fetched rows, in a fixed order of summation."""
+        read_grad = read_grad.float()
+        for low in range(0, len(read_grad), self.block):
+            cut = slice(low, low + self.block)
+            for slot, sign in zip(slots, signs):
+                grads.index_add_(0, slot[cut], read_grad[cut] * self.pool.index_select(0, sign[cut]))
+
+    def update(self, cycle: Cycle, grads: Tensor, lr: float) -> None:
+        """Send the rows' gradients to their owners, sum them rank by rank, and update the owned rows. A collective."""
+        self.updates += 1
+        config, ids = self.config, cycle.owned
+        received = exchange_rows(grads, cycle.ask_counts, cycle.serve_counts, cycle.pieces, self.world)
+        summed = received  # in the order of `owned` already where it comes from one rank alone
+        if sum(count > 0 for count in cycle.serve_counts) > 1:
+            summed = torch.zeros(len(ids), grads.shape[1], device=grads.device).index_add_(0, cycle.owned_slots, received)
+        second = row_second_moment(summed, self.second.index_select(0, ids), self.last.index_select(0, ids), self.updates,
+                                   config.ngram_beta2)
+        self.second.index_copy_(0, ids, second)
+        self.last.index_fill_(0, ids, self.updates)
+        for low in range(0, len(ids), self.block):
+            cut = slice(low, low + self.block)
+            rows = row_adam_update(self.rows.index_select(0, ids[cut]).float(), summed[cut], second[cut], self.updates, lr,
+                                   config.ngram_beta2, config.ngram_wd)
+            self.rows.index_copy_(0, ids[cut], rows.to(self.rows.dtype))
+
+    def touched(self, cycle: Cycle) -> tuple:
+        """A copy of all that an update with this cycle would change, for `put_back`."""
+        ids = cycle.owned
+        return ids, self.rows[ids], self.second[ids], self.last[ids], self.updates
+
+    def put_back(self, saved: tuple) -> None:
+        ids, self.rows[ids], self.second[ids], self.last[ids], self.updates = saved
+
+
+# =====================================================================================================================
+# Layers: rotary positions, attention that stays inside its segment, squared-ReLU MLP, and the loss.
+# =====================================================================================================================
+
+SOFTCAP = 23.0  # logits become 23 * sigmoid((logit + 5) / 7.5), as in recent speedrun records
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / rms(x) over the last dimension; half the passes over memory of what autograd makes of F.rms_norm on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square() / x.shape[-1]
+        scale = (mean_square + 1e-6).rsqrt()
+        y = (x * scale).to(x.dtype)
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        y, scale = ctx.saved_tensors
+        along = (grad * y).sum(-1, keepdim=True) / -y.shape[-1]
+        return torch.addcmul(grad, y, along).mul_(scale)
+
+
+class SquaredReLU(torch.autograd.Function):
+    """relu(x)^2, keeping one tensor for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return (grad * positive).mul_(2)
+
+
+
+def rotary_table(seq_len: int, head_dim: int, base: float) -> Tensor:
+    """float32 [2, seq_len, head_dim / 2]: cosines and sines."""
+    frequency = base ** -(torch.arange(0, head_dim, 2) / head_dim)
+    angle = torch.arange(seq_len)[:, None] * frequency
+    return torch.stack((angle.cos(), angle.sin()))
+
+
+class Rotate(torch.autograd.Function):
+    """x [..., L, D], rotary [2, L, D/2]: turns the pair (i, i + D/2) of each position by its angle, and gradients back."""
+
+    @staticmethod
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        (a, b), (ya, yb) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+        ya.copy_(a * cos).addcmul_(b, sin, value=-1)
+        yb.copy_(b * cos).addcmul_(a, sin)
+        return y
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rotary: Tensor) -> Tensor:
+        cos, sin = rotary[:, :x.shape[-2]].to(x.dtype)
+        ctx.save_for_backward(cos, sin)
+        return Rotate.turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return Rotate.turn(grad, cos, -sin), None
+
+
+def segment_mask(starts: Tensor) -> Tensor:
+    """starts bool [B, L] -> bool [B, 1, L, L]: position q may look at k where k <= q lies in the same segment."""
+    segment = starts.cumsum(-1)
+    same = segment[:, :, None] == segment[:, None, :]
+    return same.tril()[:, None]
+
+
+class Block(nn.Module):
+    """Attention and MLP. Matrices are [out, in]; mlp_down is stored transposed, so that Muon stacks it with mlp_up."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        dim, self.heads = config.model_dim, config.heads
+        self.qkv = nn.Parameter(torch.empty(3, dim, dim))
+        self.attn_out = nn.Parameter(torch.zeros(dim, dim))
+        self.mlp_up = nn.Parameter(torch.empty(4 * dim, dim))
+        self.mlp_down = nn.Parameter(torch.zeros(4 * dim, dim))
+
+    def forward(self, x: Tensor, mask: Tensor, rotary: Tensor) -> Tensor:
+        x = x + self.attention(RMSNorm.apply(x), mask, rotary)
+        hidden = SquaredReLU.apply(F.linear(RMSNorm.apply(x), self.mlp_up.to(x.dtype)))
+        return x + hidden @ self.mlp_down.to(x.dtype)
+
+    def attention(self, x: Tensor, mask: Tensor, rotary: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        qkv = F.linear(x, self.qkv.flatten(0, 1).to(x.dtype))
+        qkv = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, H, L, D]
+        qk, v = qkv.split((2, 1))
+        q, k = Rotate.apply(RMSNorm.apply(qk), rotary)
+        y = F.scaled_dot_product_attention(q, k, v.squeeze(0), attn_mask=mask)
+        return F.linear(y.transpose(1, 2).reshape(batch, length, dim), self.attn_out.to(x.dtype))
+
+
+class SoftcappedLoss(torch.autograd.Function):
+    """Head, softcap and cross-entropy in chunks of tokens, gradients made in the same pass; logits never exist whole.
+
+    x [T, D], weight float32 [V, D], targets int64 [T] (-1: no loss) -> float32 sum of the losses in nats.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        loss, head, training = torch.zeros((), device=x.device), weight.to(x.dtype), ctx.needs_input_grad[0]
+        x_grad, weight_grad = (torch.empty_like(x), torch.zeros_like(weight)) if training else (None, None)
+        for low in range(0, len(x), chunk):
+            part, target = x[low:low + chunk], targets[low:low + chunk, None]
+            gate = F.linear(part / 7.5, head).float().add_(5 / 7.5).sigmoid_()
+            probability = (gate * SOFTCAP).softmax(-1)
+            index, counted = target.clamp(min=0), (target >= 0).to(x.dtype)
+            loss -= (probability.gather(1, index).log() * counted).sum()
+            if training:
+                probability.scatter_add_(1, index, -torch.ones_like(index, dtype=torch.float32))
+                grad = torch.ops.aten.sigmoid_backward(probability, gate).to(x.dtype)
+                scale = counted * (SOFTCAP / 7.5)  # on the narrow factors, not on the logits
+                x_grad[low:low + chunk] = grad @ head * scale
+                weight_grad += grad.mT @ (part * scale)
+        if training:
+            ctx.save_for_backward(x_grad, weight_grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx, loss_grad: Tensor):
+        x_grad, weight_grad = ctx.saved_tensors
+        return x_grad * loss_grad.to(x_grad.dtype), weight_grad * loss_grad, None, None
+
+
+# =====================================================================================================================
+# Model: a pre-norm GPT whose residual stream takes the n-gram memory and the token embedding in before every block.
+# =====================================================================================================================
+
+class GPT(nn.Module):
+    """Computes in `dtype` with float32 parameters. All weights depend on `seed` alone, not on device or rank."""
+
+    def __init__(self, config: Config, vocab_size: int, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        padded_vocab = -(-vocab_size // 64) * 64  # matrix units like round sizes; no target ever names the padding
+        self.embed = nn.Parameter(torch.empty(padded_vocab, config.model_dim))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.head = nn.Parameter(torch.zeros(padded_vocab, config.model_dim))
+        self.embed_scales = nn.Parameter(torch.zeros(config.layers))
+        if config.ngram_rows:
+            self.ngram_scales = nn.Parameter(torch.full((config.layers,), 0.05))
+        rotary = rotary_table(config.seq_len, config.model_dim // config.heads, config.rotary_base)
+        self.register_buffer("rotary", rotary, persistent=False)
+        self.init_weights(torch.Generator().manual_seed(config.seed))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.embed.normal_(generator=generator)
+        bound = (3 / self.config.model_dim) ** 0.5  # uniform of standard deviation 1 / sqrt(model_dim)
+        for block in self.blocks:
+            block.qkv.uniform_(-bound, bound, generator=generator)
+            block.mlp_up.uniform_(-bound, bound, generator=generator)
+
+    def hidden(self, tokens: Tensor, starts: Tensor, memory: Tensor | None) -> Tensor:
+        """tokens int64 [B, L], starts bool [B, L], memory [B, L, ngram_dim] -> [B, L, model_dim] before the head."""
+        mask = segment_mask(starts)
+        x = first = RMSNorm.apply(F.embedding(tokens, self.embed).to(self.dtype))
+        if memory is not None and memory.shape[-1] < x.shape[-1]:
+            memory = F.pad(memory, (0, x.shape[-1] - memory.shape[-1]))
+        for i, block in enumerate(self.blocks):
+            x = torch.addcmul(x, first, self.embed_scales[i].to(x.dtype))
+            if memory is not None:
+                x = torch.addcmul(x, memory, self.ngram_scales[i].to(x.dtype))
+            x = block(x, mask, self.rotary)
+        return RMSNorm.apply(x)
+
+    def forward(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor) -> Tensor:
+        """Float32 sum of the losses, in nats, over the positions whose target int64 [B, L] is not -1."""
+        x = self.hidden(tokens, starts, memory)
+        return SoftcappedLoss.apply(x.flatten(0, 1), self.head, targets.flatten(), self.config.head_chunk_tokens)
+
+    def logits(self, tokens: Tensor, starts: Tensor, memory: Tensor | None) -> Tensor:
+        """Float32 [B, padded vocabulary] at the last position, for sampling."""
+        x = self.hidden(tokens, starts, memory)[:, -1]
+        return SOFTCAP * torch.sigmoid((F.linear(x, self.head.to(x.dtype)).float() + 5) / 7.5)
+
+
+# =====================================================================================================================
+# Update rules: pure functions of tensors. (The table's own rule, row_adam_update, stands with the table.)
+# =====================================================================================================================
+
+# Polar Express, arXiv:2505.16932: the best odd polynomials a x + b x^3 + c x^5, one a step, for singular values in [1e-3, 1].
+POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
+                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """[N, a, b] -> the nearest (semi-)orthogonal matrices, singular values near 1, by five Polar Express steps."""
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = x if x.shape[-2] <= x.shape[-1] else x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if matrices.shape[-2] <= matrices.shape[-1] else x.mT
+
+
+def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, lr: float, beta: float, wd: float) -> None:
+    """Muon with Nesterov momentum on a stack [N, a, b], in place; lr is scaled by sqrt(a / b) for tall matrices."""
+    momentum.lerp_(grads, 1 - beta)
+    change = orthogonalize(grads.lerp(momentum, beta))
+    if wd:
+        weights.mul_(1 - lr * wd)
+    weights.sub_(change, alpha=lr * max(1.0, weights.shape[-2] / weights.shape[-1]) ** 0.5)
+
+
+def adam_update(weights: Tensor, grads: Tensor, first: Tensor, second: Tensor, update: int, lr: float, beta1: float,
+                beta2: float, wd: float) -> None:
+    """AdamW in place on float32 tensors of one shape; update counts from 1."""
+    first.lerp_(grads, 1 - beta1)
+    second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
+    if wd:
+        weights.mul_(1 - lr * wd)
+    scale = second.div(1 - beta2**update).sqrt_().add_(ADAM_EPS)
+    weights.addcdiv_(first, scale, value=-lr / (1 - beta1**update))
+
+
+# =====================================================================================================================
+# Optimizer and its communication: parameters live in flat buffers; each rank updates its share of each buffer.
+# =====================================================================================================================
+
+@dataclass(frozen=True)
+class Rule:
+    kind: str  # "muon" or "adam"
+    lr: float = 1.0  # multiplies muon_lr or adam_lr
+    wd: float = 1.0  # multiplies weight_decay
+
+
+RULES = {  # parameter name pattern -> rule; exactly one must match each parameter
+    "blocks.*.qkv": Rule("muon"),
+    "blocks.*.attn_out": Rule("muon"),
+    "blocks.*.mlp_*": Rule("muon"),
+    "embed": Rule("adam"),
+    "head": Rule("adam"),
+    "*_scales": Rule("adam", wd=0.0),
+}
+
+
+def rule_of(name: str) -> tuple[str, Rule]:
+    matching = [(pattern, rule) for pattern, rule in RULES.items() if fnmatch.fnmatchcase(name, pattern)]
+    assert len(matching) == 1, f"parameter {name}: expected exactly one rule, found {[pattern for pattern, _ in matching]}"
+    return matching[0]
+
+
+class Bucket:
+    """Parameters that one rule updates together, as views into one flat buffer cut into equal shares of the ranks.
+
+    Muon's buckets hold matrices of one shape; a share is then a whole number of matrices, the last ones padding.
+    """
+
+    def __init__(self, rule: Rule, params: list[nn.Parameter], world: World):
+        self.rule, self.world = rule, world
+        unit = params[0].shape[-2:] if rule.kind == "muon" else ()
+        size = sum(p.numel() for p in params) // math.prod(unit)
+        self.share_shape = (-(-size // world.size), *unit)
+        self.share_size = math.prod(self.share_shape)
+        self.weights = torch.zeros(world.size * self.share_size, device=world.device)
+        self.grads = torch.zeros_like(self.weights)
+        offset = 0
+        for p in params:
+            for flat, attribute in ((self.weights, "data"), (self.grads, "grad")):
+                view = flat[offset:offset + p.numel()].view(p.shape)
+                if attribute == "data":
+                    view.copy_(p.data)
+                setattr(p, attribute, view)
+            offset += p.numel()
+        self.state = [self.weights.new_zeros(self.share_shape) for _ in range(1 if rule.kind == "muon" else 2)]
+
+    def share(self, flat: Tensor) -> Tensor:
+        return flat[self.world.rank * self.share_size:][:self.share_size].view(self.share_shape)
+
+    def start_reduce(self) -> dist.Work:
+        """Begin to sum the gradients over ranks; each rank receives its share, in `summed`."""
+        self.summed = torch.empty_like(self.state[0])
+        return dist.reduce_scatter_single(self.summed.view(-1), self.grads, async_op=True)
+
+    def start_gather(self) -> dist.Work:
+        """Begin to give every rank the updated shares of all."""
+        return dist.all_gather_single(self.weights, self.share(self.weights).flatten().clone(), async_op=True)
+
+
+class Optimizer:
+    """Muon for matrices and Adam for the rest, on buckets; the same class for one rank and for many."""
+
+    def __init__(self, model: nn.Module, config: Config, world: World):
+        self.config = config
+        groups = {}
+        for name, p in model.named_parameters():
+            pattern, rule = rule_of(name)
+            key = (p.shape[-2:] if rule.kind == "muon" else pattern)
+            groups.setdefault((rule, key), []).append(p)
+        self.buckets = [Bucket(rule, params, world) for (rule, _), params in groups.items()]
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, lr_scale: float, momentum: float) -> None:
+        """Average the gradients (of loss sums) over the step's tokens, update, and leave gradients at zero."""
+        config, self.updates = self.config, self.updates + 1
+        reductions = [bucket.start_reduce() for bucket in self.buckets]
+        gathers = []
+        for bucket, reduction in zip(self.buckets, reductions):
+            reduction.wait()
+            weights, grads = bucket.share(bucket.weights), bucket.summed.div_(config.batch_tokens)
+            wd = config.weight_decay * bucket.rule.wd
+            if bucket.rule.kind == "muon":
+                muon_update(weights, grads, *bucket.state, config.muon_lr * bucket.rule.lr * lr_scale, momentum, wd)
+            else:
+                adam_update(weights, grads, *bucket.state, self.updates, config.adam_lr * bucket.rule.lr * lr_scale,
+                            config.adam_beta1, config.adam_beta2, wd)
+            gathers.append(bucket.start_gather())
+            bucket.grads.zero_()
+        for gather in gathers:
+            gather.wait()
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a step changes but the count of updates."""
+        return [t for bucket in self.buckets for t in (bucket.weights, *bucket.state)]
+
+
+# =====================================================================================================================
+# Schedules: pure functions of the step.
+# =====================================================================================================================
+
+def lr_scale(step: int, config: Config) -> float:
+    """1, then a straight line down to final_lr over the last `cooldown` of the steps."""
+    progress = step / config.steps
+    if progress < 1 - config.cooldown:
+        return 1.0
+    left = (1 - progress) / config.cooldown
+    return left + (1 - left) * config.final_lr
+
+
+def muon_momentum(step: int, config: Config) -> float:
+    return 0.85 + (config.muon_momentum - 0.85) * min(1.0, step / max(1, config.muon_momentum_steps))
+
+
+def cycle_steps(cycle: int, config: Config) -> range:
+    first = cycle * config.ngram_update_every
+    return range(first, min(first + config.ngram_update_every, config.steps))
+
+
+# =====================================================================================================================
+# The plan: what a run will need, worked out from the config alone and printed before anything is allocated.
+# =====================================================================================================================
+
+def make_plan(config: Config, world: World, dataset: Dataset) -> dict:
+    """Parameters, tokens, bytes a rank by kind (estimates from above), and exchange bytes a step, as a flat dict."""
+    with torch.device("meta"):
+        model = GPT(config, dataset.vocab_size)
+    dense = sum(p.numel() for p in model.parameters())
+    moments = sum(p.numel() * (1 if rule_of(name)[1].kind == "muon" else 2) for name, p in model.named_parameters())
+    vocab, size, activation = model.head.shape[0], world.size, 2 if world.device.type == "cuda" else 4
+    micro_tokens = micro_batch_rows(config, size) * config.seq_len
+    per_token = config.layers * (22 * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
+    plan = {
+        "dense_parameters": dense, "table_parameters": config.ngram_rows * config.ngram_dim,
+        "train_tokens_needed": config.steps * config.batch_tokens + 1, "train_tokens_on_disk": dataset.train.num_tokens,
+        "weights_and_gradients_bytes": 8 * dense, "optimizer_bytes": 4 * (moments + dense) // size,
+        "warm_up_copy_bytes": 4 * (dense + moments // size),
+        "activations_bytes": micro_tokens * per_token * activation,
+        "logits_bytes": 3 * 4 * min(config.head_chunk_tokens, micro_tokens) * vocab,
+        "dense_exchange_bytes_per_step": 2 * 4 * dense * (size - 1) // size,
+    }
+    if config.ngram_rows:
+        plan |= table_plan(config, world, dataset)
+    plan["bytes_per_rank"] = sum(value for name, value in plan.items() if name.endswith("_bytes"))
+    return plan
+
+
+def table_plan(config: Config, world: World, dataset: Dataset) -> dict:
+    """The table's part of the plan. On the CPU rows and state count only as far as the run can touch them."""
+    size, reads = world.size, len(config.ngram_orders)
+    shard = -(-config.ngram_rows // size)
+    row = config.ngram_dim * getattr(torch, config.ngram_dtype).itemsize
+    state = 4 + 4 * (1 if config.ngram_second_moment == "row" else config.ngram_dim)
+    cycle_reads = -(-config.rows_per_step // size) * config.seq_len * config.ngram_update_every * reads
+    cycle_rows = min(config.ngram_rows, cycle_reads)
+    rows_bytes, state_bytes = shard * row, shard * state
+    if world.device.type == "cpu":
+        tokens = min(config.steps * config.batch_tokens, dataset.train.num_tokens)
+        touched = min(shard, tokens * reads * 5 // 4 // size)  # hashes load the owners evenly, but not exactly
+        rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # a row's first and last page hold others' bytes too
+        state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
+    exchanged = cycle_rows * (size - 1) // size
+    return {
+        "table_rows_bytes": rows_bytes, "table_state_bytes": state_bytes, "table_cache_bytes": 2 * cycle_rows * row,
+        "table_gradients_bytes": 2 * 4 * cycle_rows * config.ngram_dim, "sign_pool_bytes": max(1, config.ngram_signs) * row,
+        "table_plans_bytes": 12 * (6 * cycle_reads + reads * config.val_tokens // size),
+        "table_exchange_bytes_per_step": exchanged * (row + 4 * config.ngram_dim + 8) // config.ngram_update_every,
+    }
+
+
+def plan_lines(plan: dict, world: World) -> list[str]:
+    lines = [f"plan for {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"]
+    for name, value in plan.items():
+        shown = f"{value / 2**20:,.1f} MiB" if "bytes" in name else f"{value:,}"
+        lines.append(f"  {name.replace('_bytes', '').replace('_', ' '):<30}{shown:>20}{' a rank' * name.endswith('_bytes')}")
+    return lines
+
+
+def available_bytes(world: World) -> int:
+    """Memory that one rank may still take: free on its GPU, or its part of what is available on the host."""
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info(world.device)[0]
+    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if meminfo.exists():
+        available = int(re.search(r"MemAvailable:\s*(\d+)", meminfo.read_text())[1]) << 10
+    if (cgroup / "memory.max").exists() and (cgroup / "memory.max").read_text().strip() != "max":
+        cache = int(re.search(r"^inactive_file (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)[1])
+        used = int((cgroup / "memory.current").read_text()) - cache
+        available = min(available, int((cgroup / "memory.max").read_text()) - used)
+    return available // world.local_size
+
+
+def check_fits(plan: dict, world: World) -> None:
+    """Refuse a run that cannot fit, before it allocates, and name the flag that shrinks its largest part."""
+    available = available_bytes(world)
+    if plan["bytes_per_rank"] <= available:
+        return
+    remedies = {"table_rows_bytes": "--ngram_rows", "table_state_bytes": "--ngram_rows", "table_cache_bytes": "--batch_tokens",
+                "table_gradients_bytes": "--batch_tokens", "activations_bytes": "--micro_batch_tokens",
+                "logits_bytes": "--head_chunk_tokens"}
+    largest = max((name for name in plan if name.endswith("_bytes")), key=plan.get)
+    gib = {name: f"{count / 2**30:.2f}" for name, count in (plan | {"available": available}).items()}
+    raise UserError(f"memory: found {gib['available']} GiB available to each of the {world.local_size} ranks of this host, "
+                    f"expected {gib['bytes_per_rank']} GiB by the plan, of which {largest.removesuffix('_bytes')} takes "
+                    f"{gib[largest]}; lower {remedies.get(largest, '--model_dim or --layers')} (see --dry_run)")
+
+
+# =====================================================================================================================
+# Table report: how tokens fill the table, to choose its size and the split between orders. Counts exactly, by sorting.
+# =====================================================================================================================
+
+REPORT_TOKENS = 1 << 23  # enough to see the trend, seconds to count
+
+
+def table_report(config: Config, stream: TokenStream, doc_start: int, world_size: int) -> list[str]:
+    """Distinct n-grams, used rows and colliding reads of each order, and the rows' spread over owners, for the run's tokens."""
+    count = min(config.steps * config.rows_per_step, stream.num_rows, max(1, REPORT_TOKENS // config.seq_len))
+    batch = make_batch(stream.read(0, count), count, count, doc_start)
+    tokens = batch.tokens.flatten()
+    rows, _ = ngram_addresses(tokens, batch.starts.flatten(), config)
+    lines = [f"table report over {len(tokens):,} of the run's {config.steps * config.batch_tokens:,} tokens: "
+             f"{config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
+    owner_ends = [(rank + 1) * config.ngram_rows // world_size for rank in range(world_size)]
+    owner_rows = 0
+    for order, (low, high), row in zip(config.ngram_orders, channel_bounds(config), rows):
+        complete = (row != high - 1).numpy()
+        ngram = sum(tokens.roll(back) << 16 * back for back in range(order)).numpy()[complete]
+        used, slots = sort_unique(row.numpy()[complete])
+        # One line a distinct (n-gram, row): an n-gram has one row, so distinct n-grams are counted by row.
+        first = np.unique(ngram, return_index=True)[1]
+        collides = (np.bincount(slots[first], minlength=len(used)) > 1)[slots]
+        owner_rows += np.diff(np.searchsorted(used, owner_ends), prepend=0)
+        share = collides.mean() if len(collides) else 0.0
+        lines.append(f"  order {order}: {len(first):,} distinct n-grams in {len(ngram):,} reads; {len(used):,} of "
+                     f"{high - low:,} rows used ({len(used) / (high - low):.1%}); {share:.1%} of reads share a row with another n-gram")
+    low, high = owner_rows.min(), owner_rows.max()
+    lines.append(f"  used rows by owner: {low:,} to {high:,} ({high / max(1, owner_rows.mean()):.2f} times the mean at most)")
+    return lines
+
+
+# =====================================================================================================================
+# Log: one file a run, opened exclusively by rank 0; the source beside it once a folder, by its hash.
+# =====================================================================================================================
+
+class RunLog:
+    """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0."""
+
+    def __init__(self, config: Config, world: World, dataset: Dataset, plan: dict):
+        self.main, self.total = world.main, config.steps
+        self.live = sys.stdout.isatty()
+        if not self.main:
+            return
+        folder = Path(config.out)
+        stamp = f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
+        path = folder / f"{config.run_id or stamp}.txt"
+        source = Path(__file__).read_bytes()
+        digest = hashlib.sha256(source).hexdigest()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "x", encoding="utf-8", buffering=1)
+            copy = folder / f"train_gpt_{digest[:16]}.py"
+            if not copy.exists():
+                part = copy.with_suffix(f".{os.getpid()}.part")
+                part.write_bytes(source)
+                part.rename(copy)
+        except FileExistsError:
+            raise UserError(f"{path}: found a log of that name, expected none; choose another --run_id or --out") from None
+        except OSError as error:
+            raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another --out") from None
+        header = run_header(config, world, dataset, plan)
+        self.line("run:" + json.dumps({"format": 1, "run_id": path.stem, **header, "source_sha256": digest}), screen=False)
+        print(f"log {path}")
+
+    def line(self, text: str, screen: bool = True) -> None:
+        if self.main:
+            self.file.write(text + "\n")
+            if screen:
+                print(("\r\033[K" if self.live else "") + text, flush=True)
+
+    def step(self, step: int, train_time_s: float, key: str, loss: float, **more) -> None:
+        average = train_time_s / step if step else math.nan
+        extra = "".join(f" {name}:{value}" for name, value in more.items())
+        self.line(f"step:{step}/{self.total} {key}:{loss:.5f} train_time:{1e3 * train_time_s:.0f}ms "
+                  f"step_avg:{1e3 * average:.2f}ms{extra}", screen=key == "val_loss" or not self.live)
+
+    def progress(self, step: int, loss: float, tokens_per_s: float, left_s: float) -> None:
+        if self.main and self.live:
+            print(f"\r\033[Kstep {step}/{self.total}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
+                  f"{left_s // 60:.0f}:{left_s % 60:02.0f} left", end="", flush=True)
+
+
+def run_header(config: Config, world: World, dataset: Dataset, plan: dict) -> dict:
+    """What made the run, for the log's first line."""
+    def git(*arguments) -> str | None:
+        try:
+            command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
+            return None
+
+    cuda, changes = world.device.type == "cuda", git("status", "--porcelain")
+    return {
+        "date": datetime.now().isoformat(timespec="seconds"), "config": asdict(config), "world_size": world.size,
+        "device_name": torch.cuda.get_device_name(world.device) if cuda else "cpu", "cpu_name": cpu_name(),
+        "cpu_threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+        "git_commit": git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes),
+        "data": fingerprints(config, dataset), "target_loss": config.target_loss, "clock": "train-only", "plan": plan,
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+# =====================================================================================================================
+# Training, evaluation and sampling.
+# =====================================================================================================================
+
+class Trainer:
+    """The parts of a run, and the step, evaluation and sample that they make together. Its methods are collectives."""
+
+    def __init__(self, config: Config, world: World, dataset: Dataset):
+        self.config, self.world, self.dataset = config, world, dataset
+        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        self.model = GPT(config, dataset.vocab_size, dtype).to(world.device)
+        self.table = NgramTable(config, world, dtype) if config.ngram_rows else None
+        self.optimizer = Optimizer(self.model, config, world)
+        self.forward = torch.compile(self.model, dynamic=False, fullgraph=True) if config.compile else self.model
+        self.micro_rows = micro_batch_rows(config, world.size)
+        self.val = self.plan_evaluation()
+        self.fetched = self.table_grads = None  # of the update cycle under way
+
+    # -- ahead of time, on the CPU -----------------------------------------------------------------------------------------
+
+    def prepare(self, cycle: int) -> tuple[list[Batch], Cycle | None]:
+        """The batches of an update cycle and the table's plan for them: a function of the cycle's number alone."""
+        config, world = self.config, self.world
+        batches = [rank_batch(self.dataset.train, step * config.rows_per_step, config.rows_per_step, self.micro_rows,
+                              self.dataset.doc_start, world) for step in cycle_steps(cycle, config)]
+        plan = self.table and self.table.plan(batches, world.loader_group)
+        if world.device.type == "cuda":  # page-locked, so that the copies to the device run beside its work
+            batches = [with_tensors(batch, Tensor.pin_memory) for batch in batches]
+            plan = plan and with_tensors(plan, Tensor.pin_memory)
+        return batches, plan
+
+    def plan_evaluation(self) -> list[tuple[Batch, Cycle | None]]:
+        """This rank's validation micro-batches, each with its table plan; made once, since the tokens are always the same."""
+        rows = self.config.val_tokens // self.config.seq_len
+        whole = rank_batch(self.dataset.val, 0, rows, self.micro_rows, self.dataset.doc_start, self.world)
+        parts = [Batch(*(t[None] for t in part)) for part in zip(whole.tokens, whole.targets, whole.starts)]
+        return [(part, self.table and self.table.plan([part])) for part in parts]
+
+    # -- on the device -------------------------------------------------------------------------------------------------------
+
+    def train_step(self, step: int, batch: Batch, plan: Cycle | None) -> Tensor:
+        """One step; `plan` is that of the whole update cycle. Returns the mean loss of all ranks, float32 on the device."""
+        config, table, loss_sum = self.config, self.table, torch.zeros((), device=self.world.device)
+        index = step % config.ngram_update_every
+        if table and index == 0:
+            self.fetched = table.fetch(plan)
+            self.table_grads = torch.zeros(self.fetched.shape, device=self.world.device)
+        for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
+            memory = None
+            if table:
+                cut = slice(m * tokens.numel(), (m + 1) * tokens.numel())
+                slots, signs = plan.slots[index][:, cut], plan.signs[index][:, cut]
+                memory = table.read(self.fetched, slots, signs).view(*tokens.shape, -1).requires_grad_()
+            loss = self.forward(tokens, starts, memory, targets)
+            loss.backward()
+            if table:
+                table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1))
+            loss_sum += loss.detach()
+        scale = lr_scale(step, config)
+        if table and step + 1 == cycle_steps(step // config.ngram_update_every, config).stop:
+            table.update(plan, self.table_grads, config.ngram_lr * scale)
+        self.optimizer.step(scale, muon_momentum(step, config))
+        dist.all_reduce(loss_sum)
+        return loss_sum / config.batch_tokens
+
+    def read_memory(self, batch: Batch, plan: Cycle | None) -> Tensor | None:
+        """[B, L, ngram_dim] for a batch of one micro-batch, from the rows as they are now."""
+        if self.table is None:
+            return None
+        plan = to_device(plan, self.world.device)
+        return self.table.read(self.table.fetch(plan), plan.slots[0], plan.signs[0]).view(*batch.tokens.shape[1:], -1)
+
+    @torch.no_grad()
+    def evaluate(self, parts: int | None = None) -> float:
+        """Mean loss in nats a token over the validation tokens of all ranks, or over each rank's first micro-batches."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for batch, plan in self.val[:parts]:
+            memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
+            total[0] += self.forward(batch.tokens[0], batch.starts[0], memory, batch.targets[0])
+            total[1] += (batch.targets >= 0).sum()
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    @torch.no_grad()
+    def sample(self, prompt: list[int]) -> list[int]:
+        """The prompt's ids and sample_tokens more, drawn at temperature 0.8; all ranks draw the same."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        ids = [self.dataset.doc_start, *prompt]
+        for _ in range(self.config.sample_tokens):
+            window = torch.tensor(ids[-self.config.seq_len:] + [-1])[None]
+            batch = make_batch(window, 1, 1, self.dataset.doc_start)
+            memory = self.read_memory(batch, self.table and self.table.plan([batch]))
+            batch = to_device(batch, self.world.device)
+            logits = self.model.logits(batch.tokens[0], batch.starts[0], memory)[0, :self.dataset.vocab_size].cpu()
+            ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
+        return ids[1:]
+
+    def warm_up(self) -> None:
+        """Run the first cycle and an evaluation, then put back all that changed, so that the clock meets everything warm."""
+        if self.config.warmup_steps == 0:
+            return
+        batches, plan = to_device_all(self.prepare(0), self.world.device)
+        saved, updates = [t.clone() for t in self.optimizer.tensors()], self.optimizer.updates
+        table_saved = self.table and self.table.touched(plan)
+        for _ in range(self.config.warmup_steps):
+            for step, batch in enumerate(batches):
+                self.train_step(step, batch, plan)
+        self.evaluate(parts=1)
+        for tensor, old in zip(self.optimizer.tensors(), saved):
+            tensor.copy_(old)
+        self.optimizer.updates = updates
+        if self.table:
+            self.table.put_back(table_saved)
+        self.fetched = self.table_grads = None
+
+
+def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.device) -> tuple[list[Batch], Cycle | None]:
+    batches, plan = prepared
+    return [to_device(batch, device) for batch in batches], plan and to_device(plan, device)
+
+
+class LossWatch:
+    """Reads each step's loss back a little later than it was made, so that a GPU never waits, and stops a run that diverged.
+
+    The losses are equal on all ranks, so all ranks stop at the same step.
+    """
+
+    def __init__(self, world: World):
+        self.cuda, self.pending, self.latest = world.device.type == "cuda", deque(), math.nan
+
+    def push(self, step: int, loss: Tensor) -> None:
+        event = None
+        if self.cuda:
+            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self.pending.append((step, loss, event))
+        self.settle(lag=2 if self.cuda else 0)
+
+    def settle(self, lag: int = 0) -> None:
+        while len(self.pending) > lag:
+            step, loss, event = self.pending.popleft()
+            if event is not None:
+                event.synchronize()
+            self.latest = float(loss)
+            if not math.isfinite(self.latest):
+                raise SharedError(f"training loss: found {self.latest} after step {step}, expected a finite number; lower the "
+                                  f"learning rates (--muon_lr, --adam_lr, --ngram_lr)")
+
+
+class Clock:
+    """Seconds of training alone: runs only between start() and stop(), which wait for the device."""
+
+    def __init__(self, world: World):
+        self.total, self.began = 0.0, None
+        self.wait = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
+
+    def start(self) -> None:
+        self.wait()
+        dist.barrier()
+        self.began = time.perf_counter()
+
+    def stop(self) -> None:
+        self.wait()
+        self.total, self.began = self.seconds(), None
+
+    def seconds(self) -> float:
+        return self.total + (time.perf_counter() - self.began if self.began is not None else 0.0)
+
+
+def train(trainer: Trainer, log: RunLog, tokenizer) -> float:
+    """The training loop. Returns the final validation loss."""
+    config, world = trainer.config, trainer.world
+    clock, watch, met, waited_s = Clock(world), LossWatch(world), None, 0.0
+    cycles = load_ahead(trainer.prepare, range(-(-config.steps // config.ngram_update_every)))
+    for step in range(config.steps + 1):
+        if step == config.steps or (config.val_every and step % config.val_every == 0):
+            watch.settle()
+            clock.stop()
+            val_loss = trainer.evaluate()
+            log.step(step, clock.seconds(), "val_loss", val_loss)
+            if not math.isfinite(val_loss):
+                raise SharedError(f"validation loss: found {val_loss} at step {step}, expected a finite number")
+            if met is None and val_loss <= config.target_loss:
+                met = (step, clock.seconds())
+        if step == config.steps:
+            break
+        if clock.began is None:
+            clock.start()
+        if step % config.ngram_update_every == 0:
+            began = time.perf_counter()
+            prepared = next(cycles)
+            waited_s += time.perf_counter() - began
+            batches, plan = to_device_all(prepared, world.device)
+        watch.push(step, trainer.train_step(step, batches[step % config.ngram_update_every], plan))
+        done, seconds = step + 1, clock.seconds()
+        rate = done * config.batch_tokens / seconds
+        log.progress(done, watch.latest, rate, (config.steps - done) * seconds / done)
+        if done % config.log_every == 0:
+            watch.settle()
+            log.step(done, seconds, "train_loss", watch.latest, tokens_per_s=round(rate))
+    say_more(trainer, log, tokenizer)
+    log.line(f"waited for data {waited_s:.2f} s of {clock.seconds():.2f} s")
+    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * clock.seconds():.0f}ms")
+    outcome = f"met at step:{met[0]} train_time:{1e3 * met[1]:.0f}ms" if met else "not met"
+    log.line(f"target val_loss:{config.target_loss} {outcome}")
+    return val_loss
+
+
+def say_more(trainer: Trainer, log: RunLog, tokenizer) -> None:
+    """A sample of text and how the table was used, after the last evaluation, untimed."""
+    config = trainer.config
+    if config.sample_tokens:
+        ids = trainer.sample(tokenizer.encode_ordinary(config.sample) if config.sample else [])
+        text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+        log.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
+    if config.ngram_rows and log.main:
+        for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, trainer.world.size):
+            log.line(line)
+
+
+# =====================================================================================================================
+# Tokenizer: text to ids and back, for samples and for data/text.py. Training itself never needs it.
+# =====================================================================================================================
+
+TOKENIZER_FILE = "tokenizer.tiktoken"
+# GPT-2's split into words, which BPE never merges across; one pattern serves every tokenizer that data/text.py writes.
+TOKENIZER_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def tokenizer_encoding(tokens: list[bytes]):
+    """tiktoken.Encoding in which a token's id is its place in the list, and the document start is the id behind them."""
+    import tiktoken  # here, since training never needs it
+    ranks = {token: i for i, token in enumerate(tokens)}
+    return tiktoken.Encoding("shards", pat_str=TOKENIZER_PATTERN, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": len(tokens)})
+
+
+def load_tokenizer(folder: str | Path):
+    """The tiktoken.Encoding of the tokenizer file beside the shards, or None where there is none."""
+    path = Path(folder) / TOKENIZER_FILE
+    if not path.exists():
+        return None
+    try:
+        lines = [line.split() for line in path.read_bytes().splitlines()]
+        ranks = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
+        return tokenizer_encoding([ranks[i] for i in range(len(lines))])
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path}: found a damaged line ({error}), expected a token in base64 and its rank on each; make the "
+                        f"shards again with `python data/text.py`") from None
+
+
+def tokenizer_for_samples(config: Config, dataset: Dataset):
+    """The tokenizer if the run will print text, None where ids must do. Raises UserError before a run that could not end well."""
+    if not config.sample_tokens:
+        return None
+    tokenizer = load_tokenizer(config.data)
+    if tokenizer is None and config.sample:
+        raise UserError(f"{config.data}: found no {TOKENIZER_FILE}, expected it beside the shards to encode --sample")
+    if tokenizer is not None and tokenizer.n_vocab != dataset.vocab_size:
+        raise UserError(f"{config.data}/{TOKENIZER_FILE}: found {tokenizer.n_vocab} ids, expected the shards' "
+                        f"{dataset.vocab_size}; make the shards again, or use --sample_tokens=0")
+    return tokenizer
+
+
+# =====================================================================================================================
+# Main.
+# =====================================================================================================================
+
+def keep_freed_memory() -> None:
+    """Have glibc keep large freed blocks: mapping and clearing them anew takes longer than the arithmetic on them."""
+    if platform.libc_ver()[0] == "glibc":
+        M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 << 20)):
+            ctypes.CDLL(None).mallopt(option, value)
+
+
+def main(argv: list[str] | None = None) -> float:
+    """Run what the command line asks for. Returns the final validation loss, or nan where nothing was trained."""
+    config = parse_args(sys.argv[1:] if argv is None else argv)
+    with join_world(config) as world:
+        dataset = together(world, lambda: open_dataset(config))
+        plan = make_plan(config, world, dataset)
+        if world.main:
+            print("\n".join(plan_lines(plan, world)), flush=True)
+        if config.table_report and world.main:
+            print("\n".join(table_report(config, dataset.train, dataset.doc_start, world.size)))
+        if config.dry_run or config.table_report:
+            return math.nan
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        together(world, lambda: check_fits(plan, world))
+        together(world, lambda: check_tokens(config, dataset, world))
+        tokenizer = together(world, lambda: tokenizer_for_samples(config, dataset))
+        log = together(world, lambda: RunLog(config, world, dataset, plan))
+        try:
+            trainer = Trainer(config, world, dataset)
+            trainer.warm_up()
+            return train(trainer, log, tokenizer)
+        except BaseException as error:
+            log.line(f"error: {type(error).__name__}: {error}", screen=False)
+            raise
+
+
+def cli() -> int:
+    """main() with errors as a user should see them. Returns the exit status."""
+    try:
+        main()
+        return 0
+    except UserError as error:
+        if not isinstance(error, SharedError) or os.environ.get("RANK", "0") == "0":
+            print(f"\nerror: {error}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return 1
+
+
+if __name__ == "__main__":
+    status = cli()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)  # at once: a failed rank must not wait for its loader's thread, which may wait for a rank that is gone
