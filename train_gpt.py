@@ -26,7 +26,7 @@ import time
 import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -140,6 +140,7 @@ class Config:
         need(len(self.ngram_split) in (0, len(orders)) and all(w > 0 for w in self.ngram_split), "ngram_split",
              f"one positive whole number for each of the {len(orders)} orders")
         need(self.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
+        need(self.ngram_rows > 0 or not self.table_report, "ngram_rows", "a table to report on")
         if self.ngram_rows:
             smallest = min(hi - lo for lo, hi in channel_bounds(self))
             need(smallest >= 2, "ngram_rows", f"at least 2 rows an order, one being reserved (found {smallest})")
@@ -560,7 +561,8 @@ def zeros_where_touched(shape: tuple[int, ...], dtype: torch.dtype, device: torc
     no_reserve = {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0)  # mmap names MAP_NORESERVE from Python 3.13 on
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would take 2 MiB for a row of 1.5 KiB
+        with suppress(OSError):  # a kernel without huge pages refuses, and needs no telling
+            pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would take 2 MiB for a row of 1.5 KiB
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
@@ -1185,7 +1187,7 @@ def table_report(config: Config, stream: TokenStream, doc_start: int, world_size
         complete = (row != high - 1).numpy()
         ngram = sum(tokens.roll(back) << 16 * back for back in range(order)).numpy()[complete]
         used, slots = sort_unique(row.numpy()[complete])
-        # One line a distinct (n-gram, row): an n-gram has one row, so distinct n-grams are counted by row.
+        # An n-gram has one row, so counting n-grams at their first occurrence counts the different ones of each row.
         first = np.unique(ngram, return_index=True)[1]
         collides = (np.bincount(slots[first], minlength=len(used)) > 1)[slots]
         owner_rows += np.diff(np.searchsorted(used, owner_ends), prepend=0)

@@ -84,7 +84,7 @@ def test_flags(arguments, field, value):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--layer=3"], "--layer=3"), (["--nonsense=1"], "--nonsense"), (["--layers=two"], "--layers"), (["--layers=0"], "--layers"),
-    (["--batch_tokens=1000"], "--batch_tokens"), (["--heads=3"], "--heads"), (["--compile=maybe"], "--compile"), (["--device=tpu"], "--device"), (["--compile", "--warmup_steps=0"], "--warmup_steps"),
+    (["--batch_tokens=1000"], "--batch_tokens"), (["--heads=3"], "--heads"), (["--compile=maybe"], "--compile"), (["--device=tpu"], "--device"), (["--table_report", "--ngram_rows=0"], "--ngram_rows"), (["--compile", "--warmup_steps=0"], "--warmup_steps"),
     (["--ngram_orders=2,9"], "--ngram_orders"), (["--ngram_dim=999"], "--ngram_dim"), (["--track=moon"], "--track"),
     (["--ngram_rows=3"], "--ngram_rows"), (["--val_tokens=100"], "--val_tokens"),
 ])
