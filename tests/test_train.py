@@ -249,6 +249,27 @@ def test_a_segment_changes_nothing_in_another(alive):
     assert same[:12].all() and same[20:].all() and not same[12:20].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_model_is_one_graph_and_equals_the_eager_one(dtype):
+    """Traced for training and for evaluation, without a code generator, so that it needs no compiler."""
+    config = parse_args(["--device=cpu", *TINY[2:]])
+    batch = make_batch(torch.randint(0, VOCAB, (4, 33)), 4, 4, DOC_START)
+    part, results = (batch.tokens[0], batch.starts[0]), []
+    for compiled in (False, True):
+        model, _ = lively_model(config)
+        model.dtype = dtype
+        forward = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else model
+        memory = torch.randn(4, 32, 24, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        loss = forward(*part, memory, batch.targets[0])
+        loss.backward()
+        with torch.no_grad():
+            evaluated = forward(*part, memory, batch.targets[0])
+        results.append([loss.detach(), evaluated, memory.grad.float(), model.embed.grad, model.blocks[0].qkv.grad])
+    scale = 1e-5 if dtype == torch.float32 else 3e-2
+    for eager, traced in zip(*results):
+        assert (eager - traced).norm() <= scale * eager.norm() and eager.norm() > 0
+
+
 def test_weights_depend_on_the_seed_alone():
     a, b, c = (GPT(parse_args(["--device=cpu", *TINY[2:], f"--seed={seed}"]), VOCAB) for seed in (1, 1, 2))
     assert torch.equal(a.blocks[1].qkv, b.blocks[1].qkv) and not torch.equal(a.embed, c.embed)
