@@ -5,7 +5,7 @@
     python train_gpt.py --help                                 every flag with its default
 
 The file reads top to bottom as a token travels: config, ranks, tokens, n-gram table, layers, model, update rules, optimizer,
-schedules, evaluation, log, training, main. Importing it does nothing.
+schedules, plan, report, log, training, tokenizer, main. Importing it does nothing.
 """
 from __future__ import annotations
 
@@ -123,6 +123,13 @@ class Config:
             need(getattr(self, name) >= 1, name, "at least 1")
         for name in ("micro_batch_tokens", "val_every", "sample_tokens", "ngram_rows", "ngram_signs", "warmup_steps"):
             need(getattr(self, name) >= 0, name, "0 or more")
+        for name in (f.name for f in fields(self) if isinstance(f.default, float)):
+            need(math.isfinite(getattr(self, name)) and getattr(self, name) >= 0, name, "a finite number, 0 or more")
+        for name in ("adam_beta1", "adam_beta2", "ngram_beta2", "muon_momentum"):
+            need(getattr(self, name) < 1, name, "less than 1")
+        need(self.rotary_base > 1, "rotary_base", "more than 1")
+        need(0 <= self.seed < 2**63, "seed", "0 to 2^63 - 1")
+        need("/" not in self.run_id, "run_id", "a file name without /")
         for name in ("batch_tokens", "val_tokens", "micro_batch_tokens"):
             need(getattr(self, name) % self.seq_len == 0, name, f"a multiple of --seq_len={self.seq_len}")
         need(self.track in ("auto", *TRACKS), "track", "one of " + ", ".join(TRACKS))
@@ -133,7 +140,6 @@ class Config:
         need(self.ngram_dtype in ("bfloat16", "float32"), "ngram_dtype", "bfloat16 or float32")
         need(self.ngram_second_moment in ("row", "element"), "ngram_second_moment", "row or element")
         need(1 <= self.ngram_dim <= self.model_dim, "ngram_dim", f"1 to --model_dim={self.model_dim}")
-        need(0 <= self.ngram_beta2 < 1, "ngram_beta2", "0 <= beta2 < 1")
         orders = self.ngram_orders
         need(len(orders) > 0 and len(set(orders)) == len(orders) and set(orders) <= set(ROW_MULTIPLIERS), "ngram_orders",
              "different orders out of " + ",".join(map(str, ROW_MULTIPLIERS)))
@@ -228,7 +234,7 @@ def join_world(config: Config):
         found = torch.cuda.device_count()
         if local_rank >= found:
             raise UserError(f"--device=cuda: found {found} GPUs, expected one for each of the {local_size} processes "
-                            f"of this host; start fewer with --nproc_per_node={max(found, 1)}, or use --device=cpu")
+                            f"of this host; start fewer processes, or use --device=cpu")
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     where = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -391,7 +397,7 @@ class Dataset:
 
 def open_dataset(config: Config) -> Dataset:
     """Find the shards and check their headers and sizes."""
-    folder, found = Path(config.data), {}
+    folder, found = Path(config.data).resolve(), {}
     for split in ("train", "val"):
         paths = sorted(folder.glob(f"*_{split}_*.bin"))
         if not paths:
@@ -1217,6 +1223,8 @@ class RunLog:
         source = Path(__file__).read_bytes()
         digest = hashlib.sha256(source).hexdigest()
         try:
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"--out={folder}: found a file, expected a folder for the log")
             folder.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "x", encoding="utf-8", buffering=1)
             copy = folder / f"train_gpt_{digest[:16]}.py"
@@ -1575,7 +1583,7 @@ def main(argv: list[str] | None = None) -> float:
             trainer.warm_up()
             return train(trainer, log, tokenizer)
         except BaseException as error:
-            log.line(f"error: {type(error).__name__}: {error}", screen=False)
+            log.line(f"error: {type(error).__name__}: {error}".rstrip(": "), screen=False)
             raise
 
 
@@ -1585,8 +1593,13 @@ def cli() -> int:
         main()
         return 0
     except UserError as error:
-        if not isinstance(error, SharedError) or os.environ.get("RANK", "0") == "0":
+        if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
+            time.sleep(3)  # rank 0 tells it; the first rank to leave has torchrun end the others
+        else:
             print(f"\nerror: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the log holds the steps done", file=sys.stderr)
+        return 130
     except Exception:
         traceback.print_exc()
     return 1

@@ -466,12 +466,11 @@ def swap_in(out: Path, name: str, writers: dict[str, ShardWriter], tokenizer: by
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 def torch_files() -> list[Path]:
-    """The Python files of the installed torch package, found without importing it; all but the one that names the build."""
+    """The Python files of the installed torch package, found without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("torch: found no installed package to take the embedded text from; install it or name a PATH")
-    folder = Path(spec.submodule_search_locations[0])
-    return [file for file in find_files([folder], (".py",)) if file != folder / "version.py"]
+    return find_files([Path(spec.submodule_search_locations[0])], (".py",))
 
 
 def positive_fraction(text: str) -> Fraction:

@@ -137,7 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"interrupted; the runs so far are in {options.out}; --resume goes on", file=sys.stderr)
+        print(f"interrupted; the runs so far are in {options.out}; move the cut log away, then --resume goes on",
+              file=sys.stderr)
         return 130
     folders = [str(options.out / text.partition("=")[0]) for text in options.arm]
     folders = [folder for folder in folders if os.path.isdir(folder)]

@@ -43,7 +43,7 @@ def test_flags_reach_the_trainer_and_the_log_lies_in_the_project(clone, tiny_dat
 
 def test_a_failing_trainer_fails_the_script(clone):
     done = run(clone, "--data=nowhere")
-    assert done.returncode == 1 and "error: nowhere: found no" in done.stderr
+    assert done.returncode == 1 and "/a clone/nowhere: found no" in done.stderr
     assert not (clone / "data/torch_source").exists()
 
 
@@ -51,7 +51,7 @@ def test_missing_embedded_data_is_made_first(clone, tmp_path):
     """The data script stands in for 7 s of work; what it must do is told apart by what it prints."""
     (clone / "data/text.py").write_text("import sys\nprint('made the data', sys.argv[1:])\n")
     done = run(clone)
-    assert "made the data []" in done.stdout and "error: data/torch_source: found no" in done.stderr
+    assert "made the data []" in done.stdout and "data/torch_source: found no" in done.stderr
 
 
 def test_test_runs_pytest(clone):

@@ -84,7 +84,8 @@ def test_flags(arguments, field, value):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--layer=3"], "--layer=3"), (["--nonsense=1"], "--nonsense"), (["--layers=two"], "--layers"), (["--layers=0"], "--layers"),
-    (["--batch_tokens=1000"], "--batch_tokens"), (["--heads=3"], "--heads"), (["--compile=maybe"], "--compile"), (["--device=tpu"], "--device"), (["--table_report", "--ngram_rows=0"], "--ngram_rows"), (["--compile", "--warmup_steps=0"], "--warmup_steps"),
+    (["--batch_tokens=1000"], "--batch_tokens"), (["--heads=3"], "--heads"), (["--compile=maybe"], "--compile"), (["--device=tpu"], "--device"), (["--adam_lr=nan"], "--adam_lr"), (["--adam_beta1=1.5"], "--adam_beta1"), (["--seed=-1"], "--seed"),
+    (["--run_id=a/b"], "--run_id"), (["--table_report", "--ngram_rows=0"], "--ngram_rows"), (["--compile", "--warmup_steps=0"], "--warmup_steps"),
     (["--ngram_orders=2,9"], "--ngram_orders"), (["--ngram_dim=999"], "--ngram_dim"), (["--track=moon"], "--track"),
     (["--ngram_rows=3"], "--ngram_rows"), (["--val_tokens=100"], "--val_tokens"),
 ])
@@ -462,7 +463,7 @@ def test_a_terminal_shows_one_live_line(tiny, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path, ranks):
-    done = run_trainer(*tiny, "--adam_lr=inf", "--run_id=bad", ranks=ranks)
+    done = run_trainer(*tiny, "--muon_lr=1e38", "--run_id=bad", ranks=ranks)
     assert done.returncode == 1
     assert re.search(r"error: training loss: found (nan|inf|-inf) after step \d+, expected a finite number", done.stderr)
     assert re.search(r"^error: ", (tmp_path / "logs/bad.txt").read_text(), re.MULTILINE)
