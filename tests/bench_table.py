@@ -13,6 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -100,9 +101,9 @@ print(json.dumps(times[len(reads):]))
 
 def time_fbgemm(python: str, rounds: int) -> float:
     """Median seconds of a step without signs, whose per-dimension pattern it has no word for."""
-    path = Path("/tmp/bench_table_reads.pt")
-    torch.save([reads(SMALL_ROWS, seed)[0][0].T.contiguous() for seed in range(PLANS)], path)
-    done = subprocess.run([python, "-c", FBGEMM, str(SMALL_ROWS), str(DIM), str(path), str(rounds)], capture_output=True, text=True)
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        torch.save([reads(SMALL_ROWS, seed)[0][0].T.contiguous() for seed in range(PLANS)], file.name)
+        done = subprocess.run([python, "-c", FBGEMM, str(SMALL_ROWS), str(DIM), file.name, str(rounds)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"fbgemm failed: {done.stderr.strip().splitlines()[-1]}")
     return statistics.median(json.loads(done.stdout.strip().splitlines()[-1]))
