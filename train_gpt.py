@@ -636,17 +636,17 @@ class NgramTable:
     def __init__(self, config: Config, world: World, read_dtype: torch.dtype):
         self.config, self.world, self.read_dtype = config, world, read_dtype
         self.first_row, last_row = world.share(config.ngram_rows)
-        self.num_rows = last_row - self.first_row
+        num_rows = last_row - self.first_row
         self.owner_cuts = np.array([world.share(config.ngram_rows, rank)[1] for rank in range(world.size)])
         # Blocks keep temporaries near the CPU (8 MB; 1 MB is slower, since index_add_ runs in parallel only on long blocks);
         # a GPU wants few launches.
         self.block = max(1, (1 << 21) // config.ngram_dim) if world.device.type == "cpu" else 1 << 15
         self.max_message_bytes = MAX_MESSAGE_BYTES
         dtype, dim = getattr(torch, config.ngram_dtype), config.ngram_dim
-        self.rows = zeros_where_touched((self.num_rows, dim), dtype, world.device)
-        second_shape = (self.num_rows,) if config.ngram_second_moment == "row" else (self.num_rows, dim)
+        self.rows = zeros_where_touched((num_rows, dim), dtype, world.device)
+        second_shape = (num_rows,) if config.ngram_second_moment == "row" else (num_rows, dim)
         self.second = zeros_where_touched(second_shape, torch.float32, world.device)
-        self.last = zeros_where_touched((self.num_rows,), torch.int32, world.device)
+        self.last = zeros_where_touched((num_rows,), torch.int32, world.device)
         self.pool = sign_pool(config, dtype).to(world.device)
         self.updates = 0
 
@@ -1342,7 +1342,7 @@ class Trainer:
                 table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1))
             loss_sum += loss.detach()
         scale = lr_scale(step, config)
-        if table and step + 1 == cycle_steps(step // config.ngram_update_every, config).stop:
+        if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
             table.update(plan, self.table_grads, config.ngram_lr * scale)
         self.optimizer.step(scale, muon_momentum(step, config))
         dist.all_reduce(loss_sum)
