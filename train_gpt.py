@@ -99,6 +99,7 @@ class Config:
     ngram_beta2: float = flag(0.95, "decay of the table's second moment an update")
     ngram_wd: float = flag(0.014, "weight decay of the table, only where it agrees with the update")
     ngram_update_every: int = flag(1, "steps whose gradients add up to one table update")
+    ngram_kernel: bool = flag(True, "on the CPU, compile the table's loops with the C++ compiler, where there is one")
     # optimizer
     steps: int = flag(220, "optimizer steps")
     muon_lr: float = flag(0.023, "learning rate of the matrices (Muon)")
@@ -613,6 +614,125 @@ def row_adam_update(rows: Tensor, grads: Tensor, second: Tensor, update: int, lr
     return rows.sub_(change)
 
 
+# What the CPU does to rows, as C++: torch would move each temporary through memory, this reads and writes each row once.
+# Every function takes its thread's share [first, last): of the tokens to read, of the rows of the gradient (each sums its reads
+# in their order), of the rows to update. NgramTable calls it where it can, beside the tensor operations that say the same.
+TABLE_KERNEL = r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+using i64 = int64_t;
+struct bfloat16 { uint16_t bits; };
+using float32 = float;
+static inline float widen(float x) { return x; }
+static inline float widen(bfloat16 x) { uint32_t bits = uint32_t(x.bits) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+static inline void store(float* to, float x) { *to = x; }
+static inline void store(bfloat16* to, float x) {  // rounds to nearest even
+    uint32_t bits; std::memcpy(&bits, &x, 4);
+    to->bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+template <class T> static inline void prefetch(const T* row, i64 dim) {  // so that its one or two pages are looked up early
+    __builtin_prefetch(row), __builtin_prefetch(row + dim - 1);
+}
+
+extern "C" void read(i64 first, i64 last, i64 orders, i64 tokens, i64 dim, const ROW* rows, const int8_t* pool, const i64* at,
+                     const i64* signs, float* out) {
+    for (i64 t = first; t < last; t++) for (i64 k = t; k < orders * tokens; k += tokens) {
+        if (t + 2 < last) prefetch(rows + at[k + 2] * dim, dim);
+        const ROW* row = rows + at[k] * dim;
+        const int8_t* sign = pool + signs[k] * dim;
+        float* sum = out + t * dim;
+        if (k == t) for (i64 d = 0; d < dim; d++) sum[d] = widen(row[d]) * sign[d];
+        else for (i64 d = 0; d < dim; d++) sum[d] += widen(row[d]) * sign[d];
+    }
+}
+
+extern "C" void add_grad(i64 first, i64 last, i64 orders, i64 tokens, i64 dim, i64 fresh, float* grads, const float* read_grad,
+                         const int8_t* pool, const i64* slots, const i64* signs) {
+    std::vector<i64> ends(last - first + 1), reads;  // a counting sort: the reads of row first + i end up at [ends[i - 1], ends[i])
+    auto mine = [&](i64 k) { return first <= slots[k] && slots[k] < last; };
+    for (i64 k = 0; k < orders * tokens; k++) if (mine(k)) ends[slots[k] - first + 1]++;
+    for (i64 i = 0; i < last - first; i++) ends[i + 1] += ends[i];
+    reads.resize(ends.back());
+    for (i64 k = 0; k < orders * tokens; k++) if (mine(k)) reads[ends[slots[k] - first]++] = k;
+    for (i64 i = 0, r = 0; i < last - first; i++) {
+        float* grad = grads + (first + i) * dim;
+        bool assign = fresh;
+        for (; r < ends[i]; r++, assign = false) {
+            if (r + 2 < ends.back()) prefetch(read_grad + reads[r + 2] % tokens * dim, dim);
+            const float* g = read_grad + reads[r] % tokens * dim;
+            const int8_t* sign = pool + signs[reads[r]] * dim;
+            if (assign) for (i64 d = 0; d < dim; d++) grad[d] = g[d] * sign[d];
+            else for (i64 d = 0; d < dim; d++) grad[d] += g[d] * sign[d];
+        }
+        if (assign) std::memset(grad, 0, dim * sizeof(float));
+    }
+}
+
+extern "C" void update(i64 first, i64 last, i64 dim, i64 by_row, i64 number, float step_size, float beta2, float eps, float decay,
+                       ROW* rows, const i64* ids, const float* grads, float* second, int32_t* touched) {
+    for (i64 i = first; i < last; i++) {
+        if (i64 ahead = i + 2; ahead < last)
+            prefetch(rows + ids[ahead] * dim, dim), __builtin_prefetch(second + ids[ahead]), __builtin_prefetch(touched + ids[ahead]);
+        ROW* row = rows + ids[i] * dim;
+        const float* g = grads + i * dim;
+        float owed = std::pow(beta2, float(number - touched[ids[i]])), square = 0, size;
+        touched[ids[i]] = number;
+        if (by_row) {
+            #pragma omp simd reduction(+ : square)
+            for (i64 d = 0; d < dim; d++) square += g[d] * g[d];
+            float v = second[ids[i]] = owed * second[ids[i]] + (1 - beta2) * (square / dim);
+            size = step_size / (std::sqrt(v) + eps);
+        }
+        for (i64 d = 0; d < dim; d++) {
+            if (!by_row) {
+                float v = second[ids[i] * dim + d] = owed * second[ids[i] * dim + d] + (1 - beta2) * g[d] * g[d];
+                size = step_size / (std::sqrt(v) + eps);
+            }
+            float x = widen(row[d]), change = size * g[d];
+            store(row + d, x - (change + (change * x > 0 ? decay * x : 0)));
+        }
+    }
+}
+"""
+
+
+class TableKernel:
+    """TABLE_KERNEL compiled for rows of one type and this machine, kept beside this file; runs on as many threads as torch."""
+
+    def __init__(self, dtype: str):
+        key = hashlib.sha256((TABLE_KERNEL + dtype + cpu_name()).encode()).hexdigest()[:16]
+        library = Path(__file__).resolve().parent / "__pycache__" / f"table_{key}.so"
+        if not library.exists():
+            library.parent.mkdir(exist_ok=True)
+            part = library.with_suffix(f".{os.getpid()}.part")
+            options = ["-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", f"-DROW={dtype}"]
+            subprocess.run(["c++", *options, "-x", "c++", "-", "-o", part], input=TABLE_KERNEL, text=True, check=True,
+                           capture_output=True)
+            part.rename(library)
+        self.library, self.threads = ctypes.CDLL(str(library)), torch.get_num_threads()
+        self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="table")
+
+    def __call__(self, name: str, count: int, *arguments) -> None:
+        """Run function `name` over [0, count) with the contiguous tensors, whole numbers and floats that it takes."""
+        kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float, Tensor: lambda t: ctypes.c_void_p(t.data_ptr())}
+        values = [kinds[type(argument)](argument) for argument in arguments]
+        cuts = [ctypes.c_int64(count * i // self.threads) for i in range(self.threads + 1)]
+        function = getattr(self.library, name)
+        list(self.pool.map(lambda first, last: function(first, last, *values), cuts, cuts[1:]))
+
+
+def table_kernel(config: Config, device: torch.device) -> TableKernel | None:
+    """The kernel, or None on a GPU, where a compiler is missing or fails, or where it cannot be kept."""
+    if device.type != "cpu" or not config.ngram_kernel:
+        return None
+    try:
+        return TableKernel(config.ngram_dtype)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 @dataclass
 class Cycle:
     """What one rank must know to read the table for the U steps of an update cycle, and to serve and update its shard.
@@ -621,6 +741,7 @@ class Cycle:
     each group sorted; T is the rank's tokens a step, padding included.
     """
     slots: Tensor  # int64 [U, C, T]: index of each read among the rank's own unique rows of the cycle
+    reads: Tensor  # int64 [U, C, T]: index of each read in what `fetch` returns
     signs: Tensor  # int64 [U, C, T]
     ask_counts: list[int]  # [W]: unique rows this rank reads from each owner
     serve_counts: list[int]  # [W]: rows each rank reads from this one
@@ -647,8 +768,9 @@ class NgramTable:
         second_shape = (num_rows,) if config.ngram_second_moment == "row" else (num_rows, dim)
         self.second = zeros_where_touched(second_shape, torch.float32, world.device)
         self.last = zeros_where_touched((num_rows,), torch.int32, world.device)
-        self.pool = sign_pool(config, dtype).to(world.device)
+        self.pool = sign_pool(config, torch.int8).to(world.device)
         self.updates = 0
+        self.kernel = table_kernel(config, world.device)
 
     # -- planning: in the loader's thread, on the CPU ---------------------------------------------------------------
 
@@ -671,30 +793,48 @@ class NgramTable:
         served = exchange_rows(asked, ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
         owned, owned_slots = sort_unique(served.numpy())
         heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_dim * 4
-        return Cycle(torch.from_numpy(slots).view(rows.shape), signs, ask_counts.tolist(), serve_counts, served,
+        slots = torch.from_numpy(slots).view(rows.shape)
+        return Cycle(slots, rows if self.world.size == 1 else slots, signs, ask_counts.tolist(), serve_counts, served,
                      torch.from_numpy(owned), torch.from_numpy(owned_slots),
                      pieces=min(self.config.ngram_dim, max(1, -(-heaviest // self.max_message_bytes))))
 
     # -- reading and updating: in the training thread -------------------------------------------------------------------
 
     def fetch(self, cycle: Cycle) -> Tensor:
-        """The rank's unique rows of a cycle, [n, dim] in the table's type, from their owners. A collective."""
+        """The rank's unique rows of a cycle, [n, dim] in the table's type, from their owners. A collective.
+
+        In a world of one the shard itself: no row of it changes before the cycle's last read.
+        """
+        if self.world.size == 1:
+            return self.rows
         served = self.rows.index_select(0, cycle.served)
         return exchange_rows(served, cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
 
-    def read(self, fetched: Tensor, slots: Tensor, signs: Tensor) -> Tensor:
-        """slots, signs int64 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
-        out = torch.empty(slots.shape[1], fetched.shape[1], dtype=self.read_dtype, device=fetched.device)
+    def read(self, fetched: Tensor, reads: Tensor, signs: Tensor) -> Tensor:
+        """reads (rows of `fetched`), signs int64 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
+        out = torch.empty(reads.shape[1], fetched.shape[1], dtype=self.read_dtype, device=fetched.device)
+        if self.kernel:
+            self.kernel("read", len(out), *reads.shape, out.shape[1], fetched, self.pool, reads.contiguous(), signs.contiguous(), out)
+            return out
         for low in range(0, len(out), self.block):
             part = out[low:low + self.block]
-            for order, (slot, sign) in enumerate(zip(slots[:, low:low + self.block], signs[:, low:low + self.block])):
-                signed = fetched.index_select(0, slot).mul_(self.pool.index_select(0, sign))  # exact in any type: +-1
+            for order, (read, sign) in enumerate(zip(reads[:, low:low + self.block], signs[:, low:low + self.block])):
+                signed = fetched.index_select(0, read).mul_(self.pool.index_select(0, sign))  # exact in any type: +-1
                 (part.add_ if order else part.copy_)(signed)
         return out
 
-    def add_grad(self, grads: Tensor, slots: Tensor, signs: Tensor, read_grad: Tensor) -> None:
-        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the fetched rows, in a fixed order of summation."""
+    def add_grad(self, grads: Tensor, slots: Tensor, signs: Tensor, read_grad: Tensor, fresh: bool) -> None:
+        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the cycle's rows, in a fixed order of summation.
+
+        With `fresh` what grads held before counts as zeros.
+        """
         read_grad = read_grad.float()
+        if self.kernel:
+            self.kernel("add_grad", len(grads), *slots.shape, grads.shape[1], fresh, grads, read_grad.contiguous(), self.pool,
+                        slots.contiguous(), signs.contiguous())
+            return
+        if fresh:
+            grads.zero_()
         for low in range(0, len(read_grad), self.block):
             cut = slice(low, low + self.block)
             for slot, sign in zip(slots, signs):
@@ -703,19 +843,23 @@ class NgramTable:
     def update(self, cycle: Cycle, grads: Tensor, lr: float) -> None:
         """Send the rows' gradients to their owners, sum them rank by rank, and update the owned rows. A collective."""
         self.updates += 1
-        config, ids = self.config, cycle.owned
+        config, ids, beta2 = self.config, cycle.owned, self.config.ngram_beta2
         received = exchange_rows(grads, cycle.ask_counts, cycle.serve_counts, cycle.pieces, self.world)
         summed = received  # in the order of `owned` already where it comes from one rank alone
         if sum(count > 0 for count in cycle.serve_counts) > 1:
             summed = torch.zeros(len(ids), grads.shape[1], device=grads.device).index_add_(0, cycle.owned_slots, received)
-        second = row_second_moment(summed, self.second.index_select(0, ids), self.last.index_select(0, ids), self.updates,
-                                   config.ngram_beta2)
+        if self.kernel:
+            step_size = lr * math.sqrt(1 - beta2**self.updates)
+            self.kernel("update", len(ids), grads.shape[1], self.second.dim() == 1, self.updates, step_size, beta2, ADAM_EPS,
+                        lr * config.ngram_wd, self.rows, ids, summed, self.second, self.last)
+            return
+        second = row_second_moment(summed, self.second.index_select(0, ids), self.last.index_select(0, ids), self.updates, beta2)
         self.second.index_copy_(0, ids, second)
         self.last.index_fill_(0, ids, self.updates)
         for low in range(0, len(ids), self.block):
             cut = slice(low, low + self.block)
-            rows = row_adam_update(self.rows.index_select(0, ids[cut]).float(), summed[cut], second[cut], self.updates, lr,
-                                   config.ngram_beta2, config.ngram_wd)
+            rows = row_adam_update(self.rows.index_select(0, ids[cut]).float(), summed[cut], second[cut], self.updates, lr, beta2,
+                                   config.ngram_wd)
             self.rows.index_copy_(0, ids[cut], rows.to(self.rows.dtype))
 
     def touched(self, cycle: Cycle) -> tuple:
@@ -1127,8 +1271,8 @@ def table_plan(config: Config, world: World, dataset: Dataset) -> dict:
         state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
     exchanged = cycle_rows * (size - 1) // size
     return {
-        "table_rows_bytes": rows_bytes, "table_state_bytes": state_bytes, "table_cache_bytes": 2 * cycle_rows * row,
-        "table_gradients_bytes": 2 * 4 * cycle_rows * config.ngram_dim, "sign_pool_bytes": max(1, config.ngram_signs) * row,
+        "table_rows_bytes": rows_bytes, "table_state_bytes": state_bytes, "table_cache_bytes": 2 * cycle_rows * row * (size > 1),
+        "table_gradients_bytes": 2 * 4 * cycle_rows * config.ngram_dim, "sign_pool_bytes": max(1, config.ngram_signs) * config.ngram_dim,
         "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
         "table_exchange_bytes_per_step": exchanged * (row + 4 * config.ngram_dim + 8) // config.ngram_update_every,
     }
@@ -1329,17 +1473,17 @@ class Trainer:
         index = step % config.ngram_update_every
         if table and index == 0:
             self.fetched = table.fetch(plan)
-            self.table_grads = torch.zeros(self.fetched.shape, device=self.world.device)
+            self.table_grads = torch.empty(sum(plan.ask_counts), config.ngram_dim, device=self.world.device)
         for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
             memory = None
             if table:
                 cut = slice(m * tokens.numel(), (m + 1) * tokens.numel())
-                slots, signs = plan.slots[index][:, cut], plan.signs[index][:, cut]
-                memory = table.read(self.fetched, slots, signs).view(*tokens.shape, -1).requires_grad_()
+                slots, reads, signs = (numbers[index][:, cut] for numbers in (plan.slots, plan.reads, plan.signs))
+                memory = table.read(self.fetched, reads, signs).view(*tokens.shape, -1).requires_grad_()
             loss = self.forward(tokens, starts, memory, targets)
             loss.backward()
             if table:
-                table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1))
+                table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1), fresh=index == m == 0)
             loss_sum += loss.detach()
         scale = lr_scale(step, config)
         if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
@@ -1353,7 +1497,7 @@ class Trainer:
         if self.table is None:
             return None
         plan = to_device(plan, self.world.device)
-        return self.table.read(self.table.fetch(plan), plan.slots[0], plan.signs[0]).view(*batch.tokens.shape[1:], -1)
+        return self.table.read(self.table.fetch(plan), plan.reads[0], plan.signs[0]).view(*batch.tokens.shape[1:], -1)
 
     @torch.no_grad()
     def evaluate(self, parts: int | None = None) -> float:
@@ -1580,6 +1724,8 @@ def main(argv: list[str] | None = None) -> float:
         log = together(world, lambda: RunLog(config, world, dataset, plan))
         try:
             trainer = Trainer(config, world, dataset)
+            if trainer.table and trainer.table.kernel is None and config.ngram_kernel and config.device == "cpu":
+                log.line("the table's kernel did not compile (is there a C++ compiler, `c++`?); tensor operations do its work, slower")
             trainer.warm_up()
             return train(trainer, log, tokenizer)
         except BaseException as error:

@@ -58,10 +58,10 @@ def parts_of_a_step(trainer: Trainer) -> dict:
              "loader (in its thread)": lambda: trainer.prepare(0)}
     if table:
         fetched = table.fetch(cycle)
-        grads, slots, signs = torch.zeros(fetched.shape), cycle.slots[0], cycle.signs[0]
-        memory = table.read(fetched, slots, signs)
-        parts |= {"table fetch": lambda: table.fetch(cycle), "table read": lambda: table.read(fetched, slots, signs),
-                  "table gradient": lambda: table.add_grad(grads, slots, signs, memory),
+        grads, slots, reads, signs = torch.empty(sum(cycle.ask_counts), fetched.shape[1]), cycle.slots[0], cycle.reads[0], cycle.signs[0]
+        memory = table.read(fetched, reads, signs)
+        parts |= {"table fetch": lambda: table.fetch(cycle), "table read": lambda: table.read(fetched, reads, signs),
+                  "table gradient": lambda: table.add_grad(grads, slots, signs, memory, True),
                   "table update": lambda: table.update(cycle, grads, 0.0)}
 
     def forward_and_backward():

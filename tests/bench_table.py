@@ -1,20 +1,19 @@
 """What one step of the n-gram table costs on the CPU, against its alternatives. Not run by the tests.
 
-    python tests/bench_table.py [--rounds 7] [--fbgemm PYTHON]
+    python tests/bench_table.py [--rounds 7]
 
 One step is: read 16,384 tokens x 2 orders x 768, their gradient, and the update. All contenders run in turn, round after round;
-medians are printed. Every row was touched before its clock starts; first touches have a line of their own. --fbgemm names the
-Python of an environment that has fbgemm-gpu-cpu, whose table-batched embedding is then timed on the same reads.
+medians are printed. Every row was touched before its clock starts; first touches have a line of their own. In an environment that
+has fbgemm-gpu-cpu beside torch (1.8.0 loads beside torch 2.13.0), its table-batched embedding is timed too.
 """
 from __future__ import annotations
 
 import argparse
-import json
+import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -40,8 +39,8 @@ def reads(num_rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Ours:
-    def __init__(self, num_rows: int, dtype: str, world):
-        config = Config(ngram_rows=num_rows, ngram_dim=DIM, model_dim=DIM, ngram_dtype=dtype, ngram_signs=SIGNS)
+    def __init__(self, num_rows: int, dtype: str, world, kernel: bool = True):
+        config = Config(ngram_rows=num_rows, ngram_dim=DIM, model_dim=DIM, ngram_dtype=dtype, ngram_signs=SIGNS, ngram_kernel=kernel)
         self.table = NgramTable(config, world, torch.float32)
         self.cycles = [self.table.route(*reads(num_rows, seed)) for seed in range(PLANS)]
         self.grad = torch.randn(TOKENS, DIM)
@@ -52,10 +51,10 @@ class Ours:
         marks = [time.perf_counter()]
         fetched = table.fetch(cycle)
         marks.append(time.perf_counter())
-        table.read(fetched, cycle.slots[0], cycle.signs[0])
+        table.read(fetched, cycle.reads[0], cycle.signs[0])
         marks.append(time.perf_counter())
-        grads = torch.zeros(fetched.shape)
-        table.add_grad(grads, cycle.slots[0], cycle.signs[0], self.grad)
+        grads = torch.empty(sum(cycle.ask_counts), DIM)
+        table.add_grad(grads, cycle.slots[0], cycle.signs[0], self.grad, fresh=True)
         marks.append(time.perf_counter())
         table.update(cycle, grads, 0.1)
         marks.append(time.perf_counter())
@@ -82,31 +81,21 @@ class Embedding:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-FBGEMM = """
-import json, sys, time, torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen as TBE, EmbeddingLocation, ComputeDevice, PoolingMode
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-rows, dim, reads = int(sys.argv[1]), int(sys.argv[2]), torch.load(sys.argv[3])
-tbe = TBE([(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1,
-          pooling_mode=PoolingMode.SUM, device=torch.device("cpu"))
-grad, times = torch.randn(reads[0].shape[0], dim), []
-offsets = torch.arange(0, reads[0].numel() + 1, reads[0].shape[1])
-for i in range(int(sys.argv[4]) + len(reads)):
-    began = time.perf_counter()
-    tbe(reads[i % len(reads)].flatten(), offsets).backward(grad)
-    times.append(time.perf_counter() - began)
-print(json.dumps(times[len(reads):]))
-"""
+class Fbgemm:
+    """fbgemm's table-batched embedding with row-wise Adagrad on the same reads, without signs, for which it has no word."""
 
+    def __init__(self, num_rows: int):
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (ComputeDevice, EmbeddingLocation, PoolingMode,
+                                                                            SplitTableBatchedEmbeddingBagsCodegen)
+        self.tables = SplitTableBatchedEmbeddingBagsCodegen(
+            [(num_rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=0.1, pooling_mode=PoolingMode.SUM, device=torch.device("cpu"))
+        self.reads = [reads(num_rows, seed)[0][0].T.flatten() for seed in range(PLANS)]
+        self.offsets, self.grad = torch.arange(0, ORDERS * TOKENS + 1, ORDERS), torch.randn(TOKENS, DIM)
 
-def time_fbgemm(python: str, rounds: int) -> float:
-    """Median seconds of a step without signs, whose per-dimension pattern it has no word for."""
-    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        torch.save([reads(SMALL_ROWS, seed)[0][0].T.contiguous() for seed in range(PLANS)], file.name)
-        done = subprocess.run([python, "-c", FBGEMM, str(SMALL_ROWS), str(DIM), file.name, str(rounds)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"fbgemm failed: {done.stderr.strip().splitlines()[-1]}")
-    return statistics.median(json.loads(done.stdout.strip().splitlines()[-1]))
+    def step(self, i: int) -> None:
+        self.tables(self.reads[i % PLANS], self.offsets).backward(self.grad)
 
 
 def copy_bandwidth() -> float:
@@ -122,7 +111,6 @@ def copy_bandwidth() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--fbgemm", metavar="PYTHON")
     args = parser.parse_args()
     keep_freed_memory()
     with join_world(Config(device="cpu")) as world:
@@ -132,8 +120,10 @@ def main() -> None:
             "table bfloat16, small": lambda: Ours(SMALL_ROWS, "bfloat16", world),
             "table float32, record rows": lambda: Ours(RECORD_ROWS, "float32", world),
             "table float32, small": lambda: Ours(SMALL_ROWS, "float32", world),
+            "table float32, small, no kernel": lambda: Ours(SMALL_ROWS, "float32", world, kernel=False),
             "Embedding(sparse) + SparseAdam, small": lambda: Embedding(SMALL_ROWS, sparse=True),
             "Embedding + Adam(fused), small": lambda: Embedding(SMALL_ROWS, sparse=False),
+            **({"fbgemm, row-wise Adagrad, small": lambda: Fbgemm(SMALL_ROWS)} if find_spec("fbgemm_gpu") else {}),
         }.items():
             contenders[name] = make()
             began = time.perf_counter()
@@ -142,15 +132,13 @@ def main() -> None:
             first[name] = (time.perf_counter() - began) / PLANS
             if isinstance(contenders[name], Ours):
                 contenders[name].phases.clear()
-        times = {name: [] for name in contenders}
+        times, shuffle = {name: [] for name in contenders}, random.Random(0)
         for i in range(args.rounds * PLANS):
-            for name, contender in contenders.items():
+            for name in shuffle.sample(list(contenders), len(contenders)):  # nobody always runs on what another left in the caches
                 began = time.perf_counter()
-                contender.step(i)
+                contenders[name].step(i)
                 times[name].append(time.perf_counter() - began)
         report(contenders, first, {name: statistics.median(t) for name, t in times.items()})
-    if args.fbgemm:
-        print(f"fbgemm table-batched embedding, row-wise Adagrad, no signs, float32, small: {1e3 * time_fbgemm(args.fbgemm, 20):.1f} ms")
 
 
 def report(contenders: dict, first: dict, median: dict) -> None:
@@ -165,11 +153,12 @@ def report(contenders: dict, first: dict, median: dict) -> None:
     print(f"\nlarge copy: {bandwidth / 1e9:.1f} GB/s read and written; the bytes each phase must move, over its time, as a share of that")
     for dtype, size in (("bfloat16", 2), ("float32", 4)):
         row, wide, reads_ = size * DIM, 4 * DIM, TOKENS * ORDERS
-        least = {"fetch": 2 * TOUCHED * row, "read": reads_ * 2 * row + TOKENS * wide,
-                 "gradient": reads_ * row + TOKENS * wide + 2 * TOUCHED * wide, "update": TOUCHED * (2 * row + wide)}
+        least = {"read": reads_ * 2 * row + TOKENS * wide,
+                 "gradient": reads_ * row + TOKENS * wide + TOUCHED * wide, "update": TOUCHED * (2 * row + wide)}
         phases = contenders[f"table {dtype}, small"].phases
         print(f"  {dtype:9}" + "  ".join(
-            f"{phase} {1e3 * statistics.median(t):.1f} ms {least[phase] / statistics.median(t) / bandwidth:.0%}" for phase, t in phases.items()))
+            f"{phase} {1e3 * statistics.median(phases[phase]):.1f} ms {count / statistics.median(phases[phase]) / bandwidth:.0%}"
+            for phase, count in least.items()))
 
 
 if __name__ == "__main__":

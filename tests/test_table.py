@@ -4,8 +4,10 @@ from __future__ import annotations
 import math
 import re
 import resource
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import ROOT, TINY, on_ranks, write_shard
+import train_gpt
 from train_gpt import (Batch, Config, NgramTable, UserError, World, channel_bounds, join_world, ngram_addresses, parse_args,
                        sign_pool, sort_unique, zeros_where_touched)
 
@@ -185,17 +188,17 @@ def sharded_table(config: Config, world: World, steps, message_bytes: int):
                    for tokens, starts, _, _ in cycle_steps]
         cycle = table.plan(batches, world.loader_group)
         fetched = table.fetch(cycle)
-        grads = torch.zeros(fetched.shape)
+        grads = torch.full((sum(cycle.ask_counts), config.ngram_dim), torch.nan)
         for i, (_, _, grad, lr) in enumerate(cycle_steps):
-            reads.append(table.read(fetched, cycle.slots[i], cycle.signs[i]).double().sum().item())
-            table.add_grad(grads, cycle.slots[i], cycle.signs[i], torch.from_numpy(grad[low:high]).flatten(0, 1))
+            reads.append(table.read(fetched, cycle.reads[i], cycle.signs[i]).double().sum().item())
+            table.add_grad(grads, cycle.slots[i], cycle.signs[i], torch.from_numpy(grad[low:high]).flatten(0, 1), i == 0)
         table.update(cycle, grads, lr)
     return table.rows.float().numpy(), table.second.numpy(), table.last.numpy(), reads
 
 
-def table_flags(num_rows=1003, update_every=1, dtype="float32", moment="row", signs=64) -> list[str]:
+def table_flags(num_rows=1003, update_every=1, dtype="float32", moment="row", signs=64, kernel=True) -> list[str]:
     return ["--device=cpu", f"--ngram_rows={num_rows}", "--ngram_dim=6", f"--ngram_signs={signs}", f"--ngram_dtype={dtype}",
-            f"--ngram_update_every={update_every}", f"--ngram_second_moment={moment}"]
+            f"--ngram_update_every={update_every}", f"--ngram_second_moment={moment}", f"--{'' if kernel else 'no_'}ngram_kernel"]
 
 
 def run_sharded(_, world, runs):
@@ -228,9 +231,14 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results():
-    """world size -> case -> whole table; each world is started once."""
-    runs = [(table_flags(**flags), make_steps(kind, steps, seed=7), WHOLE) for kind, steps, flags in CASES.values()]
-    return {size: dict(zip(CASES, on_world(size, runs))) for size in (1, 2, 3, 4, 8)}
+    """(world size, whether the C++ kernel may be used) -> case -> whole table; each world is started once."""
+    found = {}
+    for size, kernels in {1: (True, False), 2: (True,), 3: (True, False), 4: (True,), 8: (True,)}.items():
+        runs = [(table_flags(kernel=kernel, **flags), make_steps(kind, steps, seed=7), WHOLE)
+                for kernel in kernels for kind, steps, flags in CASES.values()]
+        tables = iter(on_world(size, runs))
+        found |= {(size, kernel): dict(zip(CASES, tables)) for kernel in kernels}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +248,9 @@ def expected():
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_sharded_table_equals_the_eager_rule(results, expected, case, world_size):
-    rows, second, last = results[world_size][case]
+@pytest.mark.parametrize("world_size, kernel", [(1, True), (2, True), (3, True), (4, True), (8, True), (1, False), (3, False)])
+def test_sharded_table_equals_the_eager_rule(results, expected, case, world_size, kernel):
+    rows, second, last = results[world_size, kernel][case]
     table, eager_second = expected[case]
     assert np.abs(table.numpy()).max() > 0.1
     np.testing.assert_allclose(rows, table, rtol=2e-4, atol=2e-5)
@@ -257,17 +265,54 @@ def test_sharded_table_equals_the_eager_rule(results, expected, case, world_size
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_world_sizes_agree(results, case, world_size):
-    for ours, one in zip(results[world_size][case], results[1][case]):
+    for ours, one in zip(results[world_size, True][case], results[1, True][case]):
         np.testing.assert_allclose(ours, one, rtol=1e-4, atol=1e-5)
 
 
-def test_bf16_rows_round_the_float32_rule_and_repeat_bit_for_bit():
+@pytest.mark.parametrize("kernel", [True, False])
+def test_bf16_rows_round_the_float32_rule_and_repeat_bit_for_bit(kernel):
     short, longer = make_steps("mixed", 1, seed=3), make_steps("mixed", 50, seed=3)
-    flags = table_flags(dtype="bfloat16")
+    flags = table_flags(dtype="bfloat16", kernel=kernel)
     once, first, again = on_world(1, [(flags, short, WHOLE), (flags, longer, WHOLE), (flags, longer, WHOLE)])
     exact, _ = eager_table(1003, short, 1, "row", 64)
     assert np.array_equal(once[0], exact.float().bfloat16().float().numpy())
     assert all(np.array_equal(a, b) for a, b in zip(first, again))
+
+
+def test_the_kernel_is_built_where_there_is_a_compiler():
+    config = parse_args(table_flags())
+    assert (train_gpt.table_kernel(config, torch.device("cpu")) is not None) == (shutil.which("c++") is not None)
+    assert train_gpt.table_kernel(parse_args(table_flags(kernel=False)), torch.device("cpu")) is None
+
+
+def test_without_a_compiler_the_run_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(train_gpt, "TABLE_KERNEL", train_gpt.TABLE_KERNEL + "// never compiled before\n")
+    assert train_gpt.table_kernel(parse_args(table_flags()), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [1, 6, 37, 128])
+def test_kernel_reads_and_sums_as_the_tensor_operations_do(dtype, dim):
+    """Bit for bit where the order of summation is the same: rows, signs of many magnitudes, NaN among them."""
+    generator = torch.Generator().manual_seed(dim)
+    rows, signs = (torch.randint(0, high, (1, 2, 300), generator=generator) for high in (500, 8192))
+    grad, results = torch.randn(300, dim, generator=generator), []
+    values = torch.randn(1003, dim, generator=generator) * 10.0 ** torch.randint(-30, 30, (1003, 1), generator=generator)
+    values[8, 0] = torch.nan
+    for kernel in (True, False):
+        config = parse_args([*table_flags(dtype=dtype, signs=8192, kernel=kernel), f"--ngram_dim={dim}"])
+        with join_world(config) as world:
+            table = NgramTable(config, world, torch.float32)
+            table.rows.copy_(values)
+            cycle, grads = table.route(rows, signs), torch.full((len(rows.unique()), dim), torch.nan)
+            read = table.read(table.fetch(cycle), cycle.reads[0], cycle.signs[0])
+            for part in (slice(0, 100), slice(100, 300)):  # two micro-batches
+                table.add_grad(grads, cycle.slots[0][:, part], cycle.signs[0][:, part], grad[part], fresh=part.start == 0)
+            table.update(cycle, grads, 0.3)
+            results.append((read, grads, table.rows.float(), table.second))
+    for (ours, plain), tolerance in zip(zip(*results), (0, 0, 1e-2 if dtype == "bfloat16" else 1e-3, 1e-5)):
+        torch.testing.assert_close(ours, plain, rtol=tolerance, atol=0, equal_nan=True)
 
 
 def test_sums_do_not_depend_on_the_number_of_threads():
@@ -276,16 +321,19 @@ def test_sums_do_not_depend_on_the_number_of_threads():
     generator = torch.Generator().manual_seed(0)
     rows, signs = (torch.randint(0, high, (1, 2, 20_000), generator=generator) for high in (400, 8192))
     grad, results = torch.randn(20_000, 64, generator=generator), []
-    with join_world(config) as world:
-        table = NgramTable(config, world, torch.float32)
-        cycle = table.route(rows, signs)
-        for threads in (1, 2, 2, 1):
+    for kernel in (True, False):
+        config = replace(config, ngram_kernel=kernel)
+        results.clear()
+        for threads in (1, 2, 3, 1):
             torch.set_num_threads(threads)
-            grads = torch.zeros(table.fetch(cycle).shape)
-            table.add_grad(grads, cycle.slots[0], cycle.signs[0], grad)
-            results.append(grads)
+            with join_world(config) as world:
+                table = NgramTable(config, world, torch.float32)
+                cycle = table.route(rows, signs)
+                grads = torch.empty(sum(cycle.ask_counts), 64)
+                table.add_grad(grads, cycle.slots[0], cycle.signs[0], grad, fresh=True)
+                results.append(grads)
+        assert all(torch.equal(results[0], other) for other in results[1:])
     torch.set_num_threads(1)
-    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_large_exchanges_go_in_pieces_and_change_nothing():
@@ -303,7 +351,7 @@ def test_untouched_rows_stay_bit_identical():
         batch = Batch(torch.randint(0, 9, (1, 2, 16)), None, torch.zeros(1, 2, 16, dtype=torch.bool))
         for _ in range(5):
             cycle = table.plan([batch])
-            table.update(cycle, torch.randn(table.fetch(cycle).shape), 0.3)
+            table.update(cycle, torch.randn(sum(cycle.ask_counts), 6), 0.3)
         touched = torch.zeros(1003, dtype=torch.bool)
         touched[cycle.owned] = True
         assert torch.equal(before[~touched], table.rows[~touched])
@@ -336,10 +384,9 @@ def test_a_step_makes_nothing_of_the_tables_size():
         with LargestResult(table.rows, table.second, table.last) as watch:
             cycle = table.plan([batch])
             saved = table.touched(cycle)
-            fetched = table.fetch(cycle)
-            read = table.read(fetched, cycle.slots[0], cycle.signs[0])
-            grads = torch.zeros(fetched.shape)
-            table.add_grad(grads, cycle.slots[0], cycle.signs[0], read)
+            read = table.read(table.fetch(cycle), cycle.reads[0], cycle.signs[0])
+            grads = torch.empty(sum(cycle.ask_counts), 8)
+            table.add_grad(grads, cycle.slots[0], cycle.signs[0], read, fresh=True)
             table.update(cycle, grads, 0.1)
             table.put_back(saved)
         assert 0 < watch.largest <= 2 * 128 * 8 * 2
