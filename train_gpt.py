@@ -20,8 +20,12 @@ import mmap
 import os
 import platform
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -36,6 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 
 class UserError(Exception):
@@ -44,6 +49,18 @@ class UserError(Exception):
 
 class SharedError(UserError):
     """A UserError that all ranks raise alike, so that one of them tells it."""
+
+
+class FollowingError(Exception):
+    """This rank failed because another had failed first, which that rank tells."""
+
+
+class Stopped(Exception):
+    """A signal asked the run to end, and all ranks have ended after the same step."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
 
 
 # =====================================================================================================================
@@ -68,6 +85,12 @@ class Config:
     compile: bool = flag(False, "torch.compile the model (on by default in the fineweb track)")
     warmup_steps: int = flag(2, "untimed steps before the clock starts; all they change is put back")
     timeout_s: int = flag(600, "seconds after which a collective whose partner is gone ends the run")
+    # checkpoints
+    checkpoint: bool = flag(False, "save a checkpoint at the end, and when SIGTERM or SIGINT stops the run")
+    checkpoint_every: int = flag(0, "steps between checkpoints, besides those of --checkpoint; 0: none")
+    checkpoint_keep: int = flag(2, "checkpoints of a run that are kept, the newest ones")
+    resume: str = flag("", "checkpoint to go on from: its folder, or `latest` of --out; flags not given are as they were in its run")
+    eval_only: bool = flag(False, "evaluate the checkpoint of --resume, sample from it, and stop")
     # data
     data: str = flag("data/torch_source", "folder of *_train_*.bin and *_val_*.bin shards")
     epochs: int = flag(1, "how often the train shards may be read through")
@@ -122,7 +145,9 @@ class Config:
         for name in ("steps", "seq_len", "batch_tokens", "val_tokens", "layers", "model_dim", "heads", "head_chunk_tokens",
                      "ngram_update_every", "epochs", "timeout_s", "log_every"):
             need(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("micro_batch_tokens", "val_every", "sample_tokens", "ngram_rows", "ngram_signs", "warmup_steps"):
+        need(self.checkpoint_keep >= 1, "checkpoint_keep", "at least 1")
+        need(not self.eval_only or self.resume, "eval_only", "--resume, which says what to evaluate")
+        for name in ("micro_batch_tokens", "val_every", "sample_tokens", "ngram_rows", "ngram_signs", "warmup_steps", "checkpoint_every"):
             need(getattr(self, name) >= 0, name, "0 or more")
         for name in (f.name for f in fields(self) if isinstance(f.default, float)):
             need(math.isfinite(getattr(self, name)) and getattr(self, name) >= 0, name, "a finite number, 0 or more")
@@ -157,7 +182,6 @@ class Config:
         return self.batch_tokens // self.seq_len
 
 
-
 TRACKS = {
     "cpu": {},  # the defaults above
     "fineweb": dict(
@@ -167,6 +191,13 @@ TRACKS = {
         log_every=25,
     ),
 }
+
+
+# Flags that may change when a run goes on from a checkpoint, since no weight depends on them; NOT_RESUMED ones start afresh.
+NOT_RESUMED = {"device", "run_id", "out", "dry_run", "table_report", "eval_only"}
+FREE_ON_RESUME = NOT_RESUMED | {
+    "resume", "log_every", "compile", "warmup_steps", "timeout_s", "checkpoint", "checkpoint_every", "checkpoint_keep", "data", "epochs",
+    "micro_batch_tokens", "val_tokens", "val_every", "target_loss", "sample", "sample_tokens", "head_chunk_tokens", "ngram_kernel"}
 
 
 def parse_args(argv: list[str]) -> Config:
@@ -182,13 +213,30 @@ def parse_args(argv: list[str]) -> Config:
         parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS,
                             help=f"{f.metadata['help']} (default {default})".replace("%", "%%"), **how)
     given = vars(parser.parse_args([re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), argument) for argument in argv]))
-    given["device"] = given.get("device", "auto")
-    if given["device"] == "auto":
+    if given.get("device", "auto") == "auto":
         given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    given["track"] = given.get("track", "auto")
-    if given["track"] == "auto":
+    if given.get("resume"):
+        return resumed_config(given)
+    if given.get("track", "auto") == "auto":
         given["track"] = "fineweb" if given["device"] == "cuda" else "cpu"
     return Config(**(TRACKS.get(given["track"], {}) | given))
+
+
+def resumed_config(given: dict) -> Config:
+    """The configuration of a checkpoint's run with the flags given now, which must not contradict it."""
+    path = find_checkpoint(given["resume"], given.get("out", Config.out))
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in read_manifest(path)["config"].items()}
+    unknown = saved.keys() ^ {f.name for f in fields(Config)}
+    if unknown:
+        raise SharedError(f"{path}: found a checkpoint that disagrees on the flags {', '.join(sorted(unknown))}, expected one that "
+                          f"this version of train_gpt.py wrote; go on with the version that lies beside its run's log")
+    config = Config(**({name: value for name, value in saved.items() if name not in NOT_RESUMED} | given | {"resume": str(path)}))
+    wrong = [f"--{name}={getattr(config, name)} (there {value})" for name, value in saved.items()
+             if name not in FREE_ON_RESUME and getattr(config, name) != value]
+    if wrong:
+        raise SharedError(f"{path}: found flags that contradict the checkpoint: {', '.join(wrong)}; leave them out to go on with "
+                          f"that run, or start another without --resume")
+    return config
 
 
 class Parser(argparse.ArgumentParser):
@@ -214,6 +262,7 @@ class World:
     local_size: int
     device: torch.device
     loader_group: dist.ProcessGroup  # gloo; used by the loader's thread alone, so that its collectives never meet training's
+    store: dist.Store  # torchrun's, which outlives any rank
 
     @property
     def main(self) -> bool:
@@ -223,6 +272,10 @@ class World:
         """[first, last) of `count` things that belong to a rank (default: this one); uneven and empty shares are fine."""
         rank = self.rank if rank is None else rank
         return rank * count // self.size, (rank + 1) * count // self.size
+
+    def first_error(self, mine: str) -> str:
+        """What the first rank to fail said: `mine`, unless another was earlier."""
+        return self.store.compare_set("first_error", "", mine).decode()
 
 
 @contextmanager
@@ -238,15 +291,17 @@ def join_world(config: Config):
                             f"of this host; start fewer processes, or use --device=cpu")
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    where = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s), **where)
-    loader_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+    timeout = timedelta(seconds=config.timeout_s)
+    store = next(dist.rendezvous("env://", rank, size, timeout=timeout))[0] if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=size, timeout=timeout)
+    world = World(rank, size, local_size, device, dist.new_group(backend="gloo", timeout=timeout), store)
     try:
-        yield World(rank, size, local_size, device, loader_group)
-    except BaseException:
-        if backend != "gloo":
-            raise  # NCCL may wait for a partner that is gone; the process is about to end anyhow
-        dist.destroy_process_group()
+        yield world
+    except BaseException as error:
+        if world.device.type == "cpu":  # NCCL may wait for a partner that is gone; the process is about to end anyhow
+            dist.destroy_process_group()
+        if not isinstance(error, Stopped) and world.first_error(error_text(error)) != error_text(error):
+            raise FollowingError(f"rank {rank} followed") from error
         raise
     dist.destroy_process_group()
 
@@ -264,6 +319,45 @@ def together(world: World, action):
         if message is not None:
             raise SharedError(message)
     return result
+
+
+def error_text(error: BaseException) -> str:
+    """One line that names the error, and what to do where memory ran out."""
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        text += "; lower --micro_batch_tokens or --head_chunk_tokens (see --dry_run)"
+    return text
+
+
+class StopSignal:
+    """SIGTERM and SIGINT. Before `training` they end the process at once; then `signum` is for the loop to see.
+
+    A thread hears them, since the main thread may be inside a compiler, or wait for a rank that is gone. Under torchrun, which
+    kills 30 seconds after its signal, the thread ends the process if the loop has not answered by then.
+    """
+
+    def __init__(self):
+        self.signum, self.training, self.answered = 0, False, threading.Event()
+        self.tell = lambda text: None  # the log's line, once there is one
+
+    def install(self) -> None:
+        self.ears, mouth = socket.socketpair()
+        mouth.setblocking(False)
+        signal.set_wakeup_fd(mouth.detach())
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: None)
+        threading.Thread(target=self.listen, daemon=True, name="signals").start()
+
+    def listen(self) -> None:
+        self.signum = self.ears.recv(1)[0]
+        if self.training:
+            if "RANK" not in os.environ:
+                self.ears.recv(1)  # asked again: at once
+            elif self.answered.wait(timeout=25):
+                return
+        self.tell(str(Stopped(self.signum)))
+        print(f"\n{Stopped(self.signum)}", file=sys.stderr, flush=True)
+        os._exit(128 + self.signum)
 
 
 def exchange_rows(send: Tensor, send_counts: list[int], recv_counts: list[int], pieces: int, world: World,
@@ -419,7 +513,7 @@ def open_dataset(config: Config) -> Dataset:
 def check_tokens(config: Config, dataset: Dataset, world: World) -> None:
     """Refuse a run for which there are too few tokens, or whose shards hold an id they must not; each rank reads its share."""
     train, val, needed = dataset.train, dataset.val, config.steps * config.batch_tokens + 1
-    if config.steps * config.rows_per_step > train.num_rows * config.epochs:
+    if config.steps * config.rows_per_step > train.num_rows * config.epochs and not config.eval_only:
         epochs = -(-config.steps * config.rows_per_step // max(1, train.num_rows))
         again = f", or read them again with --epochs={epochs}" if train.num_rows else ""
         raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps "
@@ -614,102 +708,18 @@ def row_adam_update(rows: Tensor, grads: Tensor, second: Tensor, update: int, lr
     return rows.sub_(change)
 
 
-# What the CPU does to rows, as C++: torch would move each temporary through memory, this reads and writes each row once.
-# Every function takes its thread's share [first, last): of the tokens to read, of the rows of the gradient (each sums its reads
-# in their order), of the rows to update. NgramTable calls it where it can, beside the tensor operations that say the same.
-TABLE_KERNEL = r"""
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-using i64 = int64_t;
-struct bfloat16 { uint16_t bits; };
-using float32 = float;
-static inline float widen(float x) { return x; }
-static inline float widen(bfloat16 x) { uint32_t bits = uint32_t(x.bits) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
-static inline void store(float* to, float x) { *to = x; }
-static inline void store(bfloat16* to, float x) {  // rounds to nearest even
-    uint32_t bits; std::memcpy(&bits, &x, 4);
-    to->bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-}
-template <class T> static inline void prefetch(const T* row, i64 dim) {  // so that its one or two pages are looked up early
-    __builtin_prefetch(row), __builtin_prefetch(row + dim - 1);
-}
-
-extern "C" void read(i64 first, i64 last, i64 orders, i64 tokens, i64 dim, const ROW* rows, const int8_t* pool, const i64* at,
-                     const i64* signs, float* out) {
-    for (i64 t = first; t < last; t++) for (i64 k = t; k < orders * tokens; k += tokens) {
-        if (t + 2 < last) prefetch(rows + at[k + 2] * dim, dim);
-        const ROW* row = rows + at[k] * dim;
-        const int8_t* sign = pool + signs[k] * dim;
-        float* sum = out + t * dim;
-        if (k == t) for (i64 d = 0; d < dim; d++) sum[d] = widen(row[d]) * sign[d];
-        else for (i64 d = 0; d < dim; d++) sum[d] += widen(row[d]) * sign[d];
-    }
-}
-
-extern "C" void add_grad(i64 first, i64 last, i64 orders, i64 tokens, i64 dim, i64 fresh, float* grads, const float* read_grad,
-                         const int8_t* pool, const i64* slots, const i64* signs) {
-    std::vector<i64> ends(last - first + 1), reads;  // a counting sort: the reads of row first + i end up at [ends[i - 1], ends[i])
-    auto mine = [&](i64 k) { return first <= slots[k] && slots[k] < last; };
-    for (i64 k = 0; k < orders * tokens; k++) if (mine(k)) ends[slots[k] - first + 1]++;
-    for (i64 i = 0; i < last - first; i++) ends[i + 1] += ends[i];
-    reads.resize(ends.back());
-    for (i64 k = 0; k < orders * tokens; k++) if (mine(k)) reads[ends[slots[k] - first]++] = k;
-    for (i64 i = 0, r = 0; i < last - first; i++) {
-        float* grad = grads + (first + i) * dim;
-        bool assign = fresh;
-        for (; r < ends[i]; r++, assign = false) {
-            if (r + 2 < ends.back()) prefetch(read_grad + reads[r + 2] % tokens * dim, dim);
-            const float* g = read_grad + reads[r] % tokens * dim;
-            const int8_t* sign = pool + signs[reads[r]] * dim;
-            if (assign) for (i64 d = 0; d < dim; d++) grad[d] = g[d] * sign[d];
-            else for (i64 d = 0; d < dim; d++) grad[d] += g[d] * sign[d];
-        }
-        if (assign) std::memset(grad, 0, dim * sizeof(float));
-    }
-}
-
-extern "C" void update(i64 first, i64 last, i64 dim, i64 by_row, i64 number, float step_size, float beta2, float eps, float decay,
-                       ROW* rows, const i64* ids, const float* grads, float* second, int32_t* touched) {
-    for (i64 i = first; i < last; i++) {
-        if (i64 ahead = i + 2; ahead < last)
-            prefetch(rows + ids[ahead] * dim, dim), __builtin_prefetch(second + ids[ahead]), __builtin_prefetch(touched + ids[ahead]);
-        ROW* row = rows + ids[i] * dim;
-        const float* g = grads + i * dim;
-        float owed = std::pow(beta2, float(number - touched[ids[i]])), square = 0, size;
-        touched[ids[i]] = number;
-        if (by_row) {
-            #pragma omp simd reduction(+ : square)
-            for (i64 d = 0; d < dim; d++) square += g[d] * g[d];
-            float v = second[ids[i]] = owed * second[ids[i]] + (1 - beta2) * (square / dim);
-            size = step_size / (std::sqrt(v) + eps);
-        }
-        for (i64 d = 0; d < dim; d++) {
-            if (!by_row) {
-                float v = second[ids[i] * dim + d] = owed * second[ids[i] * dim + d] + (1 - beta2) * g[d] * g[d];
-                size = step_size / (std::sqrt(v) + eps);
-            }
-            float x = widen(row[d]), change = size * g[d];
-            store(row + d, x - (change + (change * x > 0 ? decay * x : 0)));
-        }
-    }
-}
-"""
-
-
 class TableKernel:
-    """TABLE_KERNEL compiled for rows of one type and this machine, kept beside this file; runs on as many threads as torch."""
+    """table_kernel.cpp compiled for rows of one type and this machine, kept in __pycache__; runs on as many threads as torch."""
 
     def __init__(self, dtype: str):
-        key = hashlib.sha256((TABLE_KERNEL + dtype + cpu_name()).encode()).hexdigest()[:16]
-        library = Path(__file__).resolve().parent / "__pycache__" / f"table_{key}.so"
+        source = Path(__file__).resolve().with_name("table_kernel.cpp")
+        key = hashlib.sha256(source.read_bytes() + f"{dtype} {cpu_name()}".encode()).hexdigest()[:16]
+        library = source.parent / "__pycache__" / f"table_kernel_{key}.so"
         if not library.exists():
             library.parent.mkdir(exist_ok=True)
             part = library.with_suffix(f".{os.getpid()}.part")
             options = ["-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", f"-DROW={dtype}"]
-            subprocess.run(["c++", *options, "-x", "c++", "-", "-o", part], input=TABLE_KERNEL, text=True, check=True,
-                           capture_output=True)
+            subprocess.run(["c++", *options, source, "-o", part], check=True, capture_output=True)
             part.rename(library)
         self.library, self.threads = ctypes.CDLL(str(library)), torch.get_num_threads()
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="table")
@@ -743,6 +753,7 @@ class Cycle:
     slots: Tensor  # int64 [U, C, T]: index of each read among the rank's own unique rows of the cycle
     reads: Tensor  # int64 [U, C, T]: index of each read in what `fetch` returns
     signs: Tensor  # int64 [U, C, T]
+    asked: Tensor  # int64 [n]: the rank's sorted unique rows of the cycle, numbered over all ranks
     ask_counts: list[int]  # [W]: unique rows this rank reads from each owner
     serve_counts: list[int]  # [W]: rows each rank reads from this one
     served: Tensor  # int64 [sum(serve_counts)]
@@ -774,15 +785,19 @@ class NgramTable:
 
     # -- planning: in the loader's thread, on the CPU ---------------------------------------------------------------
 
-    def plan(self, batches: list[Batch], group: dist.ProcessGroup | None = None) -> Cycle:
-        """Addresses, routes and counts of a cycle's batches. A collective of all ranks over `group` (gloo)."""
+    def plan(self, batches: list[Batch], group: dist.ProcessGroup | None = None, more_rows: Tensor | None = None) -> Cycle:
+        """Addresses, routes and counts of a cycle's batches. A collective of all ranks over `group` (gloo).
+
+        more_rows int64 [k]: rows that the rank shall ask for besides, having a gradient for them already.
+        """
         addresses = [ngram_addresses(b.tokens.flatten(), b.starts.flatten(), self.config) for b in batches]
         rows, signs = (torch.stack(parts) for parts in zip(*addresses))
-        return self.route(rows, signs, group)
+        return self.route(rows, signs, group, more_rows)
 
-    def route(self, rows: Tensor, signs: Tensor, group: dist.ProcessGroup | None = None) -> Cycle:
+    def route(self, rows: Tensor, signs: Tensor, group: dist.ProcessGroup | None = None, more_rows: Tensor | None = None) -> Cycle:
         """rows, signs int64 [U, C, T] -> Cycle. Sorts, and tells every owner what is asked of it."""
-        asked, slots = sort_unique(rows.flatten().numpy())
+        flat = rows.flatten()
+        asked, slots = sort_unique((flat if more_rows is None else torch.cat((flat, more_rows))).numpy())
         ends = np.searchsorted(asked, self.owner_cuts)
         ask_counts = torch.from_numpy(np.diff(ends, prepend=0))
         counts = torch.empty(self.world.size**2, dtype=torch.int64)
@@ -793,8 +808,8 @@ class NgramTable:
         served = exchange_rows(asked, ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
         owned, owned_slots = sort_unique(served.numpy())
         heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_dim * 4
-        slots = torch.from_numpy(slots).view(rows.shape)
-        return Cycle(slots, rows if self.world.size == 1 else slots, signs, ask_counts.tolist(), serve_counts, served,
+        slots = torch.from_numpy(slots)[:rows.numel()].view(rows.shape)
+        return Cycle(slots, rows if self.world.size == 1 else slots, signs, asked, ask_counts.tolist(), serve_counts, served,
                      torch.from_numpy(owned), torch.from_numpy(owned_slots),
                      pieces=min(self.config.ngram_dim, max(1, -(-heaviest // self.max_message_bytes))))
 
@@ -869,6 +884,21 @@ class NgramTable:
 
     def put_back(self, saved: tuple) -> None:
         ids, self.rows[ids], self.second[ids], self.last[ids], self.updates = saved
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def saved_parts(self):
+        """Yield all touched rows with their state as dicts of CPU tensors, in order, some at a time; "ids" count over all ranks."""
+        for ids in self.last.nonzero().squeeze(1).split(CHECKPOINT_PART_ROWS):
+            yield {"ids": (ids + self.first_row).cpu(), "rows": self.rows[ids].cpu(), "second": self.second[ids].cpu(),
+                   "last": self.last[ids].cpu()}
+
+    def load_part(self, part: dict) -> None:
+        """Take from a part, which any rank of any world may have saved, the rows that are this rank's."""
+        low, high = torch.searchsorted(part["ids"], torch.tensor((self.first_row, self.first_row + len(self.rows)))).tolist()
+        ids = (part["ids"][low:high] - self.first_row).to(self.rows.device)
+        for name in ("rows", "second", "last"):
+            getattr(self, name)[ids] = part[name][low:high].to(self.rows.device)
 
 
 # =====================================================================================================================
@@ -1124,6 +1154,9 @@ RULES = {  # parameter name pattern -> rule; exactly one must match each paramet
 }
 
 
+MOMENTS = {"muon": ("momentum",), "adam": ("first_moment", "second_moment")}  # what each kind of rule keeps of a parameter
+
+
 def rule_of(name: str) -> tuple[str, Rule]:
     matching = [(pattern, rule) for pattern, rule in RULES.items() if fnmatch.fnmatchcase(name, pattern)]
     assert len(matching) == 1, f"parameter {name}: expected exactly one rule, found {[pattern for pattern, _ in matching]}"
@@ -1136,30 +1169,34 @@ class Bucket:
     Muon's buckets hold matrices of one shape; a share is then a whole number of matrices, the last ones padding.
     """
 
-    def __init__(self, rule: Rule, params: list[nn.Parameter], world: World):
+    def __init__(self, rule: Rule, params: dict[str, nn.Parameter], world: World):
         self.rule, self.world = rule, world
-        unit = params[0].shape[-2:] if rule.kind == "muon" else ()
-        size = sum(p.numel() for p in params) // math.prod(unit)
+        self.shapes = {name: p.shape for name, p in params.items()}
+        unit = next(iter(self.shapes.values()))[-2:] if rule.kind == "muon" else ()
+        size = sum(p.numel() for p in params.values()) // math.prod(unit)
         self.share_shape = (-(-size // world.size), *unit)
         self.share_size = math.prod(self.share_shape)
         self.weights = torch.zeros(world.size * self.share_size, device=world.device)
         self.grads = torch.zeros_like(self.weights)
-        offset = 0
-        for p in params:
-            for flat, attribute in ((self.weights, "data"), (self.grads, "grad")):
-                view = flat[offset:offset + p.numel()].view(p.shape)
+        for attribute, flat in (("data", self.weights), ("grad", self.grads)):
+            for name, view in self.by_name(flat).items():
                 if attribute == "data":
-                    view.copy_(p.data)
-                setattr(p, attribute, view)
-            offset += p.numel()
-        self.state = [self.weights.new_zeros(self.share_shape) for _ in range(1 if rule.kind == "muon" else 2)]
+                    view.copy_(params[name].data)
+                setattr(params[name], attribute, view)
+        self.moments = {kind: self.weights.new_zeros(self.share_shape) for kind in MOMENTS[rule.kind]}
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters' parts of a flat buffer, as views of their shapes."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = flat[:sum(sizes)].split(sizes)
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
 
     def share(self, flat: Tensor) -> Tensor:
         return flat[self.world.rank * self.share_size:][:self.share_size].view(self.share_shape)
 
     def start_reduce(self) -> dist.Work:
         """Begin to sum the gradients over ranks; each rank receives its share, in `summed`."""
-        self.summed = torch.empty_like(self.state[0])
+        self.summed = self.weights.new_empty(self.share_shape)
         return dist.reduce_scatter_single(self.summed.view(-1), self.grads, async_op=True)
 
     def start_gather(self) -> dist.Work:
@@ -1176,7 +1213,7 @@ class Optimizer:
         for name, p in model.named_parameters():
             pattern, rule = rule_of(name)
             key = (p.shape[-2:] if rule.kind == "muon" else pattern)
-            groups.setdefault((rule, key), []).append(p)
+            groups.setdefault((rule, key), {})[name] = p
         self.buckets = [Bucket(rule, params, world) for (rule, _), params in groups.items()]
         self.updates = 0
 
@@ -1191,9 +1228,9 @@ class Optimizer:
             weights, grads = bucket.share(bucket.weights), bucket.summed.div_(config.batch_tokens)
             wd = config.weight_decay * bucket.rule.wd
             if bucket.rule.kind == "muon":
-                muon_update(weights, grads, *bucket.state, config.muon_lr * bucket.rule.lr * lr_scale, momentum, wd)
+                muon_update(weights, grads, *bucket.moments.values(), config.muon_lr * bucket.rule.lr * lr_scale, momentum, wd)
             else:
-                adam_update(weights, grads, *bucket.state, self.updates, config.adam_lr * bucket.rule.lr * lr_scale,
+                adam_update(weights, grads, *bucket.moments.values(), self.updates, config.adam_lr * bucket.rule.lr * lr_scale,
                             config.adam_beta1, config.adam_beta2, wd)
             gathers.append(bucket.start_gather())
             bucket.grads.zero_()
@@ -1202,7 +1239,31 @@ class Optimizer:
 
     def tensors(self) -> list[Tensor]:
         """Everything that a step changes but the count of updates."""
-        return [t for bucket in self.buckets for t in (bucket.weights, *bucket.state)]
+        return [t for bucket in self.buckets for t in (bucket.weights, *bucket.moments.values())]
+
+    def saved(self) -> dict[str, dict[str, Tensor]]:
+        """"weights" and each kind of moment -> parameter name -> whole tensor on the CPU, on the main rank. A collective."""
+        saved = {}
+        for bucket in self.buckets:
+            for kind, share in {"weights": bucket.share(bucket.weights), **bucket.moments}.items():
+                whole = torch.empty_like(bucket.weights)
+                dist.all_gather_single(whole, share.flatten())
+                if bucket.world.main:
+                    saved.setdefault(kind, {}).update({name: part.to("cpu", copy=True) for name, part in bucket.by_name(whole).items()})
+        return saved
+
+    def load(self, saved: dict[str, dict[str, Tensor]], updates: int) -> None:
+        """Take what `saved` made, in a world of any size."""
+        self.updates = updates
+        for bucket in self.buckets:
+            for kind, share in {"weights": None, **bucket.moments}.items():
+                whole = torch.zeros_like(bucket.weights)
+                for name, part in bucket.by_name(whole).items():
+                    part.copy_(saved[kind][name])
+                if share is None:
+                    bucket.weights.copy_(whole)
+                else:
+                    share.copy_(bucket.share(whole))
 
 
 # =====================================================================================================================
@@ -1356,14 +1417,15 @@ def table_report(config: Config, stream: TokenStream, doc_start: int, world_size
 class RunLog:
     """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0."""
 
-    def __init__(self, config: Config, world: World, dataset: Dataset, plan: dict):
-        self.main, self.total = world.main, config.steps
+    def __init__(self, config: Config, world: World, dataset: Dataset, plan: dict, resumed: dict | None = None):
+        self.main, self.total, self.run_id = world.main, config.steps, ""
         self.live = sys.stdout.isatty()
         if not self.main:
             return
         folder = Path(config.out)
         stamp = f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
-        path = folder / f"{config.run_id or stamp}.txt"
+        self.run_id = config.run_id or stamp
+        path = folder / f"{self.run_id}.txt"
         source = Path(__file__).read_bytes()
         digest = hashlib.sha256(source).hexdigest()
         try:
@@ -1381,7 +1443,9 @@ class RunLog:
         except OSError as error:
             raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another --out") from None
         header = run_header(config, world, dataset, plan)
-        self.line("run:" + json.dumps({"format": 1, "run_id": path.stem, **header, "source_sha256": digest}), screen=False)
+        if resumed:
+            header["resumed"] = {key: resumed[key] for key in ("run_ids", "step")}
+        self.line("run:" + json.dumps({"format": 1, "run_id": self.run_id, **header, "source_sha256": digest}), screen=False)
         print(f"log {path}")
 
     def line(self, text: str, screen: bool = True) -> None:
@@ -1428,6 +1492,179 @@ def cpu_name() -> str:
 
 
 # =====================================================================================================================
+# Checkpoints: a folder that is whole or not there. Parameters and moments by name (dense.pt, whole, from rank 0), each rank's
+# touched table rows (table*.pt) and its part of an update cycle under way (rank*.pt), and manifest.json with their checksums.
+# =====================================================================================================================
+
+CHECKPOINT_FORMAT = 1
+CHECKPOINT_PART_ROWS = 1 << 19  # table rows a file: bounds what a rank holds besides
+
+
+@dataclass
+class Progress:
+    """Where a run stands, besides its tensors. The step alone gives schedules, stream position and table plans."""
+    step: int = 0
+    train_time_s: float = 0.0
+    met: tuple[int, float] | None = None  # step and training seconds at which the target was first met
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def find_checkpoint(resume: str, out: str) -> Path:
+    """The folder that --resume means. Raises SharedError."""
+    if resume != "latest":
+        return Path(resume)
+    latest = Path(out) / "checkpoints" / "latest"
+    if not latest.is_file():
+        raise SharedError(f"{latest}: found no such file, expected it to name the latest checkpoint; name a checkpoint's folder with "
+                          f"--resume=PATH, or its run's --out")
+    return latest.parent / latest.read_text().strip()
+
+
+def read_manifest(path: Path) -> dict:
+    """manifest.json of a checkpoint. Raises SharedError where it is not there, damaged, or something else."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        digest = manifest.pop("sha256")
+    except OSError as error:
+        raise SharedError(f"{path}/manifest.json: found {error.strerror}, expected a checkpoint's folder; see --resume") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        manifest, digest = {}, None
+    if digest != manifest_digest(manifest) or manifest.get("format") != CHECKPOINT_FORMAT:
+        raise SharedError(f"{path}/manifest.json: found something else or a damaged file, expected a checkpoint's manifest of format "
+                          f"{CHECKPOINT_FORMAT}; use an older checkpoint")
+    return manifest
+
+
+def manifest_digest(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def check_files(path: Path, manifest: dict, world: World) -> None:
+    """Raise UserError where a part of a checkpoint is missing or is not what was written. Each rank reads its share."""
+    for name, expected in list(manifest["files"].items())[world.rank::world.size]:
+        part = path / name
+        if not part.exists() or part.stat().st_size != expected["bytes"] or sha256(part) != expected["sha256"]:
+            found = f"{part.stat().st_size} bytes, or a wrong checksum" if part.exists() else "no such file"
+            raise UserError(f"{part}: found {found}, expected {expected['bytes']} bytes as they were written; the checkpoint is damaged: "
+                            f"use an older one")
+
+
+def write_file(path: Path, content: dict, **more) -> dict:
+    """torch.save, down to the disk. Returns the manifest's entry."""
+    try:
+        with open(path, "xb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:  # what torch makes of a failed write
+        raise UserError(f"{path}: found {str(error).splitlines()[0]}, expected to write a checkpoint there") from None
+    flush_to_disk(path)
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path), **more}}
+
+
+class Checkpoints:
+    """Writes a run's checkpoints to `out/checkpoints` and keeps the newest; run_ids are its own, last, and those it resumes."""
+
+    def __init__(self, config: Config, world: World, data: dict, run_ids: list[str]):
+        self.config, self.world, self.data, self.run_ids = config, world, data, run_ids
+        self.folder = Path(config.out) / "checkpoints"
+
+    def save(self, trainer: Trainer, progress: Progress) -> Path:
+        """Write a checkpoint and make it the latest. A collective; where it fails, all ranks raise SharedError and nothing remains."""
+        world, path = self.world, self.folder / f"{self.run_ids[-1]}_step{progress.step:06d}"
+        part = self.folder / f".{path.name}.part"
+        dense = trainer.optimizer.saved()
+        try:
+            together(world, lambda: world.main and self.begin(part))
+            files = together(world, lambda: self.write_parts(part, trainer, progress.step, dense))
+            gathered = [None] * world.size
+            dist.all_gather_object(gathered, files)
+            manifest = {"format": CHECKPOINT_FORMAT, "run_ids": self.run_ids, **asdict(progress), "world_size": world.size,
+                        "updates": trainer.optimizer.updates, "table_updates": trainer.table.updates if trainer.table else 0,
+                        "torch": torch.__version__, "data": self.data, "config": asdict(self.config),
+                        "files": {name: entry for files in gathered for name, entry in files.items()}}
+            together(world, lambda: world.main and self.finish(part, path, manifest))
+        except SharedError:
+            if world.main:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+        return path
+
+    def begin(self, part: Path) -> None:
+        """Make an empty folder to write to, and sweep what killed runs left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(".*_step*.part"):
+            if self.is_mine(left.name[1:]) or time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left)
+        part.mkdir()
+
+    def is_mine(self, name: str) -> bool:
+        return name.rpartition("_step")[0] in self.run_ids
+
+    def write_parts(self, part: Path, trainer: Trainer, step: int, dense: dict) -> dict:
+        files, rank = {}, f"{self.world.rank:04d}"
+        if self.world.main:
+            files |= write_file(part / "dense.pt", dense)
+        random_state = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else torch.get_rng_state()
+        files |= write_file(part / f"rank{rank}.pt", {"random_state": random_state, **trainer.cycle_under_way(step)})
+        for i, rows in enumerate(trainer.table.saved_parts() if trainer.table else ()):
+            if len(rows["ids"]):
+                files |= write_file(part / f"table{rank}_{i:04d}.pt", rows, first=int(rows["ids"][0]), last=int(rows["ids"][-1]))
+        return files
+
+    def finish(self, part: Path, path: Path, manifest: dict) -> None:
+        (part / "manifest.json").write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}, indent=1))
+        flush_to_disk(part / "manifest.json"), flush_to_disk(part)
+        if path.exists():  # a run that resumed from an older checkpoint comes by again
+            self.remove(path)
+        part.rename(path)
+        flush_to_disk(self.folder)
+        latest = self.folder / f".latest.{os.getpid()}.part"
+        latest.write_text(path.name)
+        flush_to_disk(latest)
+        latest.replace(self.folder / "latest")
+        flush_to_disk(self.folder)
+        mine = [old for old in self.folder.glob("[!.]*_step*") if self.is_mine(old.name)]
+        for old in sorted(mine, key=lambda old: old.stat().st_mtime)[:-self.config.checkpoint_keep]:
+            self.remove(old)
+
+    def remove(self, path: Path) -> None:
+        """Under another name first, so that nothing half-removed looks whole."""
+        shutil.rmtree(path.rename(self.folder / f".{path.name}.removed.part"))
+
+
+def load_checkpoint(path: Path, manifest: dict, trainer: Trainer) -> Progress:
+    """Give a trainer, of a world of any size, the state that a checkpoint holds. Its files have been checked."""
+    def read(name: str) -> dict:
+        return torch.load(path / name, map_location="cpu", mmap=True, weights_only=True)
+
+    world, table, ranks = trainer.world, trainer.table, manifest["world_size"]
+    trainer.optimizer.load(read("dense.pt"), manifest["updates"])
+    if table:
+        table.updates = manifest["table_updates"]
+        for name, entry in manifest["files"].items():
+            if name.startswith("table") and entry["first"] < table.first_row + len(table.rows) and entry["last"] >= table.first_row:
+                table.load_part(read(name))
+        parts = [read(f"rank{rank:04d}.pt") for rank in range(world.rank, ranks, world.size)]
+        trainer.carry_on(manifest["step"], [part for part in parts if "ids" in part])
+    if world.size == ranks:
+        state = read(f"rank{world.rank:04d}.pt")["random_state"].clone()
+        (torch.cuda.set_rng_state if world.device.type == "cuda" else torch.set_rng_state)(state)
+    met = manifest["met"] and tuple(manifest["met"])
+    return Progress(manifest["step"], manifest["train_time_s"], met)
+
+
+# =====================================================================================================================
 # Training, evaluation and sampling.
 # =====================================================================================================================
 
@@ -1443,7 +1680,8 @@ class Trainer:
         self.forward = torch.compile(self.model, dynamic=False, fullgraph=True) if config.compile else self.model
         self.micro_rows = micro_batch_rows(config, world.size)
         self.val = self.plan_evaluation()
-        self.fetched = self.table_grads = None  # of the update cycle under way
+        self.fetched = self.table_grads = self.asked = None  # of the update cycle under way
+        self.carried = None  # (cycle, row numbers, gradients) that a checkpoint in the middle of a cycle holds
 
     # -- ahead of time, on the CPU -----------------------------------------------------------------------------------------
 
@@ -1452,7 +1690,8 @@ class Trainer:
         config, world = self.config, self.world
         batches = [rank_batch(self.dataset.train, step * config.rows_per_step, config.rows_per_step, self.micro_rows,
                               self.dataset.doc_start, world) for step in cycle_steps(cycle, config)]
-        plan = self.table and self.table.plan(batches, world.loader_group)
+        carried_rows = self.carried[1] if self.carried and self.carried[0] == cycle else None
+        plan = self.table and self.table.plan(batches, world.loader_group, carried_rows)
         if world.device.type == "cuda":  # page-locked, so that the copies to the device run beside its work
             batches = [with_tensors(batch, Tensor.pin_memory) for batch in batches]
             plan = plan and with_tensors(plan, Tensor.pin_memory)
@@ -1467,13 +1706,37 @@ class Trainer:
 
     # -- on the device -------------------------------------------------------------------------------------------------------
 
-    def train_step(self, step: int, batch: Batch, plan: Cycle | None) -> Tensor:
-        """One step; `plan` is that of the whole update cycle. Returns the mean loss of all ranks, float32 on the device."""
-        config, table, loss_sum = self.config, self.table, torch.zeros((), device=self.world.device)
+    def begin_cycle(self, plan: Cycle) -> None:
+        """Fetch the cycle's rows, and make room for their gradients, which begin with those of a resumed cycle."""
+        self.asked, self.fetched = plan.asked, self.table.fetch(plan)
+        self.table_grads = torch.empty(len(plan.asked), self.config.ngram_dim, device=self.world.device)
+        if self.carried:
+            ids, grads = (tensor.to(self.world.device) for tensor in self.carried[1:])
+            self.table_grads.zero_().index_add_(0, torch.searchsorted(self.asked, ids), grads)
+            self.carried = None
+
+    def cycle_under_way(self, step: int) -> dict:
+        """The rank's gradients of an update cycle that `step` falls into the middle of; the rows themselves are the table's."""
+        if self.table is None or step % self.config.ngram_update_every == 0 or step == self.config.steps:
+            return {}
+        return {"ids": self.asked.cpu(), "grads": self.table_grads.cpu()}
+
+    def carry_on(self, step: int, parts: list[dict]) -> None:
+        """Take such gradients, of the ranks that this one stands for, to go on with the cycle."""
+        if step % self.config.ngram_update_every and step < self.config.steps:
+            none = {"ids": torch.empty(0, dtype=torch.int64), "grads": torch.empty(0, self.config.ngram_dim)}
+            self.carried = (step // self.config.ngram_update_every, *(torch.cat([part[key] for part in (none, *parts)])
+                                                                       for key in ("ids", "grads")))
+
+    def train_step(self, step: int, batch: Batch, plan: Cycle | None, stop: bool = False) -> Tensor:
+        """One step; `plan` is that of the whole update cycle.
+
+        Returns float32 [2] on the device: the mean loss of all ranks, and how many of them want to `stop`.
+        """
+        config, table, sums = self.config, self.table, torch.tensor([0.0, stop], device=self.world.device)
         index = step % config.ngram_update_every
-        if table and index == 0:
-            self.fetched = table.fetch(plan)
-            self.table_grads = torch.empty(sum(plan.ask_counts), config.ngram_dim, device=self.world.device)
+        if table and (index == 0 or self.fetched is None):
+            self.begin_cycle(plan)
         for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
             memory = None
             if table:
@@ -1484,13 +1747,13 @@ class Trainer:
             loss.backward()
             if table:
                 table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1), fresh=index == m == 0)
-            loss_sum += loss.detach()
+            sums[0] += loss.detach() / config.batch_tokens
         scale = lr_scale(step, config)
         if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
             table.update(plan, self.table_grads, config.ngram_lr * scale)
         self.optimizer.step(scale, muon_momentum(step, config))
-        dist.all_reduce(loss_sum)
-        return loss_sum / config.batch_tokens
+        dist.all_reduce(sums)
+        return sums
 
     def read_memory(self, batch: Batch, plan: Cycle | None) -> Tensor | None:
         """[B, L, ngram_dim] for a batch of one micro-batch, from the rows as they are now."""
@@ -1540,7 +1803,7 @@ class Trainer:
         self.optimizer.updates = updates
         if self.table:
             self.table.put_back(table_saved)
-        self.fetched = self.table_grads = None
+        self.fetched = self.table_grads = self.asked = None
 
 
 def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.device) -> tuple[list[Batch], Cycle | None]:
@@ -1551,27 +1814,28 @@ def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.devi
 class LossWatch:
     """Reads each step's loss back a little later than it was made, so that a GPU never waits, and stops a run that diverged.
 
-    The losses are equal on all ranks, so all ranks stop at the same step.
+    What train_step returns is equal on all ranks, so all stop at the same step, for a bad loss or for a signal.
     """
 
     def __init__(self, world: World):
-        self.cuda, self.pending, self.latest = world.device.type == "cuda", deque(), math.nan
+        self.cuda, self.pending, self.latest, self.stop = world.device.type == "cuda", deque(), math.nan, False
 
-    def push(self, step: int, loss: Tensor) -> None:
+    def push(self, step: int, sums: Tensor) -> None:
         event = None
         if self.cuda:
-            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
+            sums = torch.empty(2, pin_memory=True).copy_(sums, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self.pending.append((step, loss, event))
+        self.pending.append((step, sums, event))
         self.settle(lag=2 if self.cuda else 0)
 
     def settle(self, lag: int = 0) -> None:
         while len(self.pending) > lag:
-            step, loss, event = self.pending.popleft()
+            step, sums, event = self.pending.popleft()
             if event is not None:
                 event.synchronize()
-            self.latest = float(loss)
+            self.latest, wishes = sums.tolist()
+            self.stop |= wishes > 0
             if not math.isfinite(self.latest):
                 raise SharedError(f"training loss: found {self.latest} after step {step}, expected a finite number; lower the "
                                   f"learning rates (--muon_lr, --adam_lr, --ngram_lr)")
@@ -1580,8 +1844,8 @@ class LossWatch:
 class Clock:
     """Seconds of training alone: runs only between start() and stop(), which wait for the device."""
 
-    def __init__(self, world: World):
-        self.total, self.began = 0.0, None
+    def __init__(self, world: World, total: float = 0.0):
+        self.total, self.began = total, None
         self.wait = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
 
     def start(self) -> None:
@@ -1597,43 +1861,76 @@ class Clock:
         return self.total + (time.perf_counter() - self.began if self.began is not None else 0.0)
 
 
-def train(trainer: Trainer, log: RunLog, tokenizer) -> float:
-    """The training loop. Returns the final validation loss."""
-    config, world = trainer.config, trainer.world
-    clock, watch, met, waited_s = Clock(world), LossWatch(world), None, 0.0
-    cycles = load_ahead(trainer.prepare, range(-(-config.steps // config.ngram_update_every)))
-    for step in range(config.steps + 1):
+def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoints: Checkpoints, stop: StopSignal) -> float:
+    """The training loop, from where `progress` stands. Returns the final validation loss."""
+    config, world, first = trainer.config, trainer.world, progress.step
+    clock, watch, waited_s = Clock(world, progress.train_time_s), LossWatch(world), 0.0
+    every = config.ngram_update_every
+    cycles = load_ahead(trainer.prepare, range(first // every, -(-config.steps // every)))
+    for step in range(first, config.steps + 1):
         if step == config.steps or (config.val_every and step % config.val_every == 0):
             watch.settle()
             clock.stop()
-            val_loss = trainer.evaluate()
-            log.step(step, clock.seconds(), "val_loss", val_loss)
-            if not math.isfinite(val_loss):
-                raise SharedError(f"validation loss: found {val_loss} at step {step}, expected a finite number")
-            if met is None and val_loss <= config.target_loss:
-                met = (step, clock.seconds())
+            val_loss = validate(trainer, log, progress, clock)
         if step == config.steps:
             break
         if clock.began is None:
             clock.start()
-        if step % config.ngram_update_every == 0:
+        if step % every == 0 or step == first:
             began = time.perf_counter()
             prepared = next(cycles)
             waited_s += time.perf_counter() - began
             batches, plan = to_device_all(prepared, world.device)
-        watch.push(step, trainer.train_step(step, batches[step % config.ngram_update_every], plan))
-        done, seconds = step + 1, clock.seconds()
+        watch.push(step, trainer.train_step(step, batches[step % every], plan, stop.signum > 0))
+        done = progress.step = step + 1
+        seconds = progress.train_time_s = clock.seconds()
         rate = done * config.batch_tokens / seconds
         log.progress(done, watch.latest, rate, (config.steps - done) * seconds / done)
         if done % config.log_every == 0:
             watch.settle()
             log.step(done, seconds, "train_loss", watch.latest, tokens_per_s=round(rate))
+        if watch.stop:
+            watch.settle()
+            stop_here(trainer, log, progress, checkpoints, stop)
+        if config.checkpoint_every and done % config.checkpoint_every == 0 and done < config.steps:
+            watch.settle()
+            save_or_warn(trainer, log, progress, checkpoints)
+    if first < config.steps and (config.checkpoint or config.checkpoint_every):
+        log.line(f"checkpoint {checkpoints.save(trainer, progress)}")
     say_more(trainer, log, tokenizer)
     log.line(f"waited for data {waited_s:.2f} s of {clock.seconds():.2f} s")
     log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * clock.seconds():.0f}ms")
-    outcome = f"met at step:{met[0]} train_time:{1e3 * met[1]:.0f}ms" if met else "not met"
+    outcome = f"met at step:{progress.met[0]} train_time:{1e3 * progress.met[1]:.0f}ms" if progress.met else "not met"
     log.line(f"target val_loss:{config.target_loss} {outcome}")
     return val_loss
+
+
+def validate(trainer: Trainer, log: RunLog, progress: Progress, clock: Clock) -> float:
+    val_loss = trainer.evaluate()
+    log.step(progress.step, clock.seconds(), "val_loss", val_loss)
+    if not math.isfinite(val_loss):
+        raise SharedError(f"validation loss: found {val_loss} at step {progress.step}, expected a finite number")
+    if progress.met is None and val_loss <= trainer.config.target_loss:
+        progress.met = (progress.step, clock.seconds())
+    return val_loss
+
+
+def save_or_warn(trainer: Trainer, log: RunLog, progress: Progress, checkpoints: Checkpoints) -> None:
+    """A checkpoint on the way. Where it cannot be written, training is worth more than it."""
+    try:
+        log.line(f"checkpoint {checkpoints.save(trainer, progress)}", screen=False)
+    except SharedError as error:
+        log.line(f"warning: no checkpoint at step {progress.step}: {error}; training goes on")
+
+
+def stop_here(trainer: Trainer, log: RunLog, progress: Progress, checkpoints: Checkpoints, stop: StopSignal) -> None:
+    """End the run after a signal to any rank, with a checkpoint if the run makes any. Raises Stopped on all ranks."""
+    stop.answered.set()
+    stopped, kept = Stopped(stop.signum or signal.SIGTERM), "without a checkpoint (see --checkpoint)"
+    if trainer.config.checkpoint or trainer.config.checkpoint_every:
+        kept = f"checkpoint {checkpoints.save(trainer, progress)}"
+    log.line(f"{stopped} after step {progress.step}, {kept}")
+    raise stopped
 
 
 def say_more(trainer: Trainer, log: RunLog, tokenizer) -> None:
@@ -1704,9 +2001,9 @@ def keep_freed_memory() -> None:
             ctypes.CDLL(None).mallopt(option, value)
 
 
-def main(argv: list[str] | None = None) -> float:
-    """Run what the command line asks for. Returns the final validation loss, or nan where nothing was trained."""
-    config = parse_args(sys.argv[1:] if argv is None else argv)
+def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float:
+    """Run what the command line asks for. Returns the last validation loss, or nan where there was none."""
+    config, stop = parse_args(sys.argv[1:] if argv is None else argv), stop or StopSignal()
     with join_world(config) as world:
         dataset = together(world, lambda: open_dataset(config))
         plan = make_plan(config, world, dataset)
@@ -1720,34 +2017,75 @@ def main(argv: list[str] | None = None) -> float:
             keep_freed_memory()
         together(world, lambda: check_fits(plan, world))
         together(world, lambda: check_tokens(config, dataset, world))
+        data = together(world, lambda: fingerprints(config, dataset))
+        resumed = together(world, lambda: open_checkpoint(config, data, world)) if config.resume else None
         tokenizer = together(world, lambda: tokenizer_for_samples(config, dataset))
-        log = together(world, lambda: RunLog(config, world, dataset, plan))
+        log = together(world, lambda: RunLog(config, world, dataset, plan, resumed))
+        stop.tell = log.line
         try:
-            trainer = Trainer(config, world, dataset)
-            if trainer.table and trainer.table.kernel is None and config.ngram_kernel and config.device == "cpu":
-                log.line("the table's kernel did not compile (is there a C++ compiler, `c++`?); tensor operations do its work, slower")
-            trainer.warm_up()
-            return train(trainer, log, tokenizer)
+            return run(config, world, dataset, data, tokenizer, log, resumed, stop)
+        except Stopped:
+            raise
         except BaseException as error:
-            log.line(f"error: {type(error).__name__}: {error}".rstrip(": "), screen=False)
+            log.line(f"error: {world.first_error(error_text(error))}", screen=False)
             raise
 
 
+def open_checkpoint(config: Config, data: dict, world: World) -> dict:
+    """The manifest of the checkpoint to resume, its files checked, and its data set compared with the one at hand."""
+    path = Path(config.resume)
+    manifest = read_manifest(path)
+    for what in ("train", "vocab_size"):
+        if data[what] != manifest["data"][what]:
+            raise UserError(f"{config.data}: found another data set ({what} {data[what]}), expected the one that {path} was trained on "
+                            f"({manifest['data'][what]}); name its folder with --data")
+    check_files(path, manifest, world)
+    return manifest
+
+
+def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, log: RunLog, resumed: dict | None,
+        stop: StopSignal) -> float:
+    """Everything that a run does once it may start. Returns the last validation loss."""
+    trainer, progress, run_ids = Trainer(config, world, dataset), Progress(), [log.run_id]
+    dist.broadcast_object_list(run_ids)
+    if trainer.table and trainer.table.kernel is None and config.ngram_kernel and config.device == "cpu":
+        log.line("the table's kernel did not compile (is there a C++ compiler, `c++`?); tensor operations do its work, slower")
+    if not config.eval_only:
+        trainer.warm_up()
+    if resumed:
+        progress, run_ids = load_checkpoint(Path(config.resume), resumed, trainer), resumed["run_ids"] + run_ids
+        log.line(f"resumed {config.resume} at step {progress.step}")
+    if config.eval_only:
+        val_loss = validate(trainer, log, progress, Clock(world, progress.train_time_s))
+        say_more(trainer, log, tokenizer)
+        return val_loss
+    stop.training = True
+    val_loss = train(trainer, log, tokenizer, progress, Checkpoints(config, world, data, run_ids), stop)
+    stop.answered.set()
+    if stop.signum:
+        raise Stopped(stop.signum)  # too late to stop anything, but whoever sent it wants to know
+    return val_loss
+
+
 def cli() -> int:
-    """main() with errors as a user should see them. Returns the exit status."""
+    """main() with errors as a user should see them: the first rank to fail tells its error, last. Returns the exit status."""
+    stop = StopSignal()
+    stop.install()
     try:
-        main()
+        main(stop=stop)
         return 0
-    except UserError as error:
-        if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # rank 0 tells it; the first rank to leave has torchrun end the others
-        else:
-            print(f"\nerror: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("\ninterrupted; the log holds the steps done", file=sys.stderr)
-        return 130
-    except Exception:
-        traceback.print_exc()
+    except Stopped as stopped:
+        return 128 + stopped.signum
+    except (FollowingError, UserError, Exception) as error:
+        if isinstance(error, FollowingError) or (isinstance(error, SharedError) and not dist.is_initialized() and
+                                                 os.environ.get("RANK", "0") != "0"):
+            time.sleep(3)  # the first rank to leave has torchrun end the others, so the one that tells the error goes first
+            return 1
+        if not isinstance(error, UserError):
+            traceback.print_exc()
+        print(f"\nerror: {error if isinstance(error, UserError) else error_text(error)}", file=sys.stderr)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            get_error_handler().record_exception(error)  # for torchrun's own summary, which ends the screen
     return 1
 
 

@@ -22,7 +22,7 @@ from train_gpt import (GPT, Config, NgramTable, RMSNorm, Rotate, SoftcappedLoss,
 
 
 def world_of(rank: int, size: int) -> World:
-    return World(rank, size, size, torch.device("cpu"), None)
+    return World(rank, size, size, torch.device("cpu"), None, None)
 
 
 @pytest.fixture
@@ -479,7 +479,7 @@ step_of = train_gpt.Trainer.train_step
 def train_step(trainer, step, batch, plan):
     if step == 3 and trainer.world.rank == 1 and trainer.fetched is not None and trainer.optimizer.updates == 3:
         raise RuntimeError("boom on rank 1")
-    return step_of(trainer, step, batch, plan)
+    return step_of(trainer, step, *more)
 train_gpt.Trainer.train_step = train_step
 os._exit(train_gpt.cli())
 """)
@@ -549,7 +549,7 @@ def test_dry_run_plans_without_training(tiny, tmp_path, ranks):
 
 def test_record_size_plans_under_16_gib_a_rank(tiny_data):
     config = parse_args(["--device=cpu", "--track=fineweb", f"--data={tiny_data}"])
-    gpu_world = World(0, 8, 8, torch.device("cuda"), None)
+    gpu_world = World(0, 8, 8, torch.device("cuda"), None, None)
     dataset = open_dataset(parse_args([*TINY, f"--data={tiny_data}"]))
     plan = train_gpt.make_plan(config, gpu_world, dataset)
     table = plan["table_rows_bytes"] + plan["table_state_bytes"]
