@@ -1245,9 +1245,10 @@ class Optimizer:
         """"weights" and each kind of moment -> parameter name -> whole tensor on the CPU, on the main rank. A collective."""
         saved = {}
         for bucket in self.buckets:
-            for kind, share in {"weights": bucket.share(bucket.weights), **bucket.moments}.items():
-                whole = torch.empty_like(bucket.weights)
-                dist.all_gather_single(whole, share.flatten())
+            for kind, share in {"weights": None, **bucket.moments}.items():
+                whole = bucket.weights if share is None else torch.empty_like(bucket.weights)
+                if share is not None:
+                    dist.all_gather_single(whole, share.flatten())
                 if bucket.world.main:
                     saved.setdefault(kind, {}).update({name: part.to("cpu", copy=True) for name, part in bucket.by_name(whole).items()})
         return saved
@@ -1257,12 +1258,10 @@ class Optimizer:
         self.updates = updates
         for bucket in self.buckets:
             for kind, share in {"weights": None, **bucket.moments}.items():
-                whole = torch.zeros_like(bucket.weights)
+                whole = bucket.weights if share is None else torch.zeros_like(bucket.weights)
                 for name, part in bucket.by_name(whole).items():
                     part.copy_(saved[kind][name])
-                if share is None:
-                    bucket.weights.copy_(whole)
-                else:
+                if share is not None:
                     share.copy_(bucket.share(whole))
 
 
@@ -1509,8 +1508,11 @@ class Progress:
 
 
 def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def flush_to_disk(path: Path) -> None:
@@ -1897,7 +1899,10 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
             save_or_warn(trainer, log, progress, checkpoints)
     if first < config.steps and (config.checkpoint or config.checkpoint_every):
         log.line(f"checkpoint {checkpoints.save(trainer, progress)}")
-    say_more(trainer, log, tokenizer)
+    log_sample(trainer, log, tokenizer)
+    if trainer.table and log.main:
+        for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, world.size):
+            log.line(line)
     log.line(f"waited for data {waited_s:.2f} s of {clock.seconds():.2f} s")
     log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * clock.seconds():.0f}ms")
     outcome = f"met at step:{progress.met[0]} train_time:{1e3 * progress.met[1]:.0f}ms" if progress.met else "not met"
@@ -1933,16 +1938,13 @@ def stop_here(trainer: Trainer, log: RunLog, progress: Progress, checkpoints: Ch
     raise stopped
 
 
-def say_more(trainer: Trainer, log: RunLog, tokenizer) -> None:
-    """A sample of text and how the table was used, after the last evaluation, untimed."""
+def log_sample(trainer: Trainer, log: RunLog, tokenizer) -> None:
+    """A sample of text, untimed."""
     config = trainer.config
     if config.sample_tokens:
         ids = trainer.sample(tokenizer.encode_ordinary(config.sample) if config.sample else [])
         text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
         log.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
-    if config.ngram_rows and log.main:
-        for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, trainer.world.size):
-            log.line(line)
 
 
 # =====================================================================================================================
@@ -2057,7 +2059,7 @@ def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, l
         log.line(f"resumed {config.resume} at step {progress.step}")
     if config.eval_only:
         val_loss = validate(trainer, log, progress, Clock(world, progress.train_time_s))
-        say_more(trainer, log, tokenizer)
+        log_sample(trainer, log, tokenizer)
         return val_loss
     stop.training = True
     val_loss = train(trainer, log, tokenizer, progress, Checkpoints(config, world, data, run_ids), stop)
