@@ -1735,7 +1735,7 @@ class Trainer:
 
         Returns float32 [2] on the device: the mean loss of all ranks, and how many of them want to `stop`.
         """
-        config, table, sums = self.config, self.table, torch.tensor([0.0, stop], device=self.world.device)
+        config, table, sums = self.config, self.table, torch.zeros(2, device=self.world.device)
         index = step % config.ngram_update_every
         if table and (index == 0 or self.fetched is None):
             self.begin_cycle(plan)
@@ -1754,6 +1754,8 @@ class Trainer:
         if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
             table.update(plan, self.table_grads, config.ngram_lr * scale)
         self.optimizer.step(scale, muon_momentum(step, config))
+        if stop:
+            sums[1] += 1
         dist.all_reduce(sums)
         return sums
 
