@@ -215,22 +215,33 @@ def parse_args(argv: list[str]) -> Config:
     given = vars(parser.parse_args([re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), argument) for argument in argv]))
     if given.get("device", "auto") == "auto":
         given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    if given.get("track") == "auto":
+        del given["track"]
     if given.get("resume"):
         return resumed_config(given)
-    if given.get("track", "auto") == "auto":
+    if "track" not in given:
         given["track"] = "fineweb" if given["device"] == "cuda" else "cpu"
-    return Config(**(TRACKS.get(given["track"], {}) | given))
+    return configure(TRACKS.get(given["track"], {}), given)
+
+
+def configure(base: dict, given: dict) -> Config:
+    """The flags given above a base; a text to continue asks for a sample where the base makes none."""
+    if given.get("sample") and base.get("sample_tokens") == 0:
+        base = base | {"sample_tokens": Config.sample_tokens}
+    return Config(**(base | given))
 
 
 def resumed_config(given: dict) -> Config:
     """The configuration of a checkpoint's run with the flags given now, which must not contradict it."""
     path = find_checkpoint(given["resume"], given.get("out", Config.out))
+    if "out" not in given and path.parent.name == "checkpoints":  # so that the run's next `latest` is found where this one was
+        given["out"] = str(path.parent.parent)
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in read_manifest(path)["config"].items()}
     unknown = saved.keys() ^ {f.name for f in fields(Config)}
     if unknown:
         raise SharedError(f"{path}: found a checkpoint that disagrees on the flags {', '.join(sorted(unknown))}, expected one that "
                           f"this version of train_gpt.py wrote; go on with the version that lies beside its run's log")
-    config = Config(**({name: value for name, value in saved.items() if name not in NOT_RESUMED} | given | {"resume": str(path)}))
+    config = configure({name: value for name, value in saved.items() if name not in NOT_RESUMED}, given | {"resume": str(path)})
     wrong = [f"--{name}={getattr(config, name)} (there {value})" for name, value in saved.items()
              if name not in FREE_ON_RESUME and getattr(config, name) != value]
     if wrong:
@@ -944,8 +955,8 @@ class SquaredReLU(torch.autograd.Function):
 
 def rotary_table(seq_len: int, head_dim: int, base: float) -> Tensor:
     """float32 [2, seq_len, head_dim / 2]: cosines and sines."""
-    frequency = base ** -(torch.arange(0, head_dim, 2) / head_dim)
-    angle = torch.arange(seq_len)[:, None] * frequency
+    frequency = base ** -(torch.arange(0, head_dim, 2, device="cpu") / head_dim)  # on "meta" it would import torch's compiler
+    angle = torch.arange(seq_len, device="cpu")[:, None] * frequency
     return torch.stack((angle.cos(), angle.sin()))
 
 
@@ -1056,7 +1067,8 @@ class GPT(nn.Module):
             self.ngram_scales = nn.Parameter(torch.full((config.layers,), 0.05))
         rotary = rotary_table(config.seq_len, config.model_dim // config.heads, config.rotary_base)
         self.register_buffer("rotary", rotary, persistent=False)
-        self.init_weights(torch.Generator().manual_seed(config.seed))
+        if not self.embed.is_meta:
+            self.init_weights(torch.Generator().manual_seed(config.seed))
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -1418,7 +1430,7 @@ class RunLog:
 
     def __init__(self, config: Config, world: World, dataset: Dataset, plan: dict, resumed: dict | None = None):
         self.main, self.total, self.run_id = world.main, config.steps, ""
-        self.live = sys.stdout.isatty()
+        self.live, self.lost = sys.stdout.isatty(), False
         if not self.main:
             return
         folder = Path(config.out)
@@ -1427,6 +1439,9 @@ class RunLog:
         path = folder / f"{self.run_id}.txt"
         source = Path(__file__).read_bytes()
         digest = hashlib.sha256(source).hexdigest()
+        if config.eval_only:
+            self.file = open(os.devnull, "w")  # an evaluation is no run
+            return
         try:
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"--out={folder}: found a file, expected a folder for the log")
@@ -1449,7 +1464,13 @@ class RunLog:
 
     def line(self, text: str, screen: bool = True) -> None:
         if self.main:
-            self.file.write(text + "\n")
+            try:
+                self.file.write(text + "\n")
+            except OSError as error:  # what is not written waits for space
+                if not self.lost:
+                    print(f"warning: {self.file.name}: found {error.strerror}, expected to write the log there; training goes on",
+                          file=sys.stderr, flush=True)
+                self.lost = True
             if screen:
                 print(("\r\033[K" if self.live else "") + text, flush=True)
 
@@ -1531,7 +1552,10 @@ def find_checkpoint(resume: str, out: str) -> Path:
     if not latest.is_file():
         raise SharedError(f"{latest}: found no such file, expected it to name the latest checkpoint; name a checkpoint's folder with "
                           f"--resume=PATH, or its run's --out")
-    return latest.parent / latest.read_text().strip()
+    name = latest.read_text(errors="replace").strip()
+    if not name.isprintable() or not (latest.parent / name / "manifest.json").is_file():
+        raise SharedError(f"{latest}: found {name!r}, expected the name of a checkpoint beside it; name one with --resume=PATH")
+    return latest.parent / name
 
 
 def read_manifest(path: Path) -> dict:
@@ -1568,9 +1592,10 @@ def write_file(path: Path, content: dict, **more) -> dict:
     try:
         with open(path, "xb") as file:
             torch.save(content, file)
-    except RuntimeError as error:  # what torch makes of a failed write
-        raise UserError(f"{path}: found {str(error).splitlines()[0]}, expected to write a checkpoint there") from None
-    flush_to_disk(path)
+        flush_to_disk(path)
+    except (OSError, RuntimeError) as error:  # torch makes its own of a failed write; the cause is behind it
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        raise UserError(f"{path}: found {getattr(cause, 'strerror', None) or cause}, expected to write a checkpoint there") from None
     return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path), **more}}
 
 
@@ -1602,16 +1627,28 @@ class Checkpoints:
             raise
         return path
 
+    def check_folder(self) -> None:
+        """Before hours of training: whether a checkpoint could be written."""
+        probe = self.folder / f".{self.run_ids[-1]}_step0.part"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.mkdir()
+            probe.rmdir()
+        except OSError as error:
+            raise UserError(f"{self.folder}: found {error.strerror}, expected a folder to write checkpoints to; choose another --out") from None
+
     def begin(self, part: Path) -> None:
         """Make an empty folder to write to, and sweep what killed runs left."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(".*_step*.part"):
-            if self.is_mine(left.name[1:]) or time.time() - left.stat().st_mtime > 3600:
-                shutil.rmtree(left)
+        for left in self.folder.glob(".*.part"):
+            if self.is_mine(left.name[1:].removesuffix(".part").removesuffix(".removed")) or time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         part.mkdir()
 
     def is_mine(self, name: str) -> bool:
-        return name.rpartition("_step")[0] in self.run_ids
+        """Whether this is exactly the name of a checkpoint of the run or its predecessors; what a user made of one is the user's."""
+        run_id, _, step = name.rpartition("_step")
+        return run_id in self.run_ids and step.isdecimal()
 
     def write_parts(self, part: Path, trainer: Trainer, step: int, dense: dict) -> dict:
         files, rank = {}, f"{self.world.rank:04d}"
@@ -1636,8 +1673,9 @@ class Checkpoints:
         flush_to_disk(latest)
         latest.replace(self.folder / "latest")
         flush_to_disk(self.folder)
-        mine = [old for old in self.folder.glob("[!.]*_step*") if self.is_mine(old.name)]
-        for old in sorted(mine, key=lambda old: old.stat().st_mtime)[:-self.config.checkpoint_keep]:
+        older = [old for old in self.folder.iterdir() if self.is_mine(old.name) and old != path]
+        older.sort(key=lambda old: old.stat().st_mtime, reverse=True)
+        for old in older[self.config.checkpoint_keep - 1:]:
             self.remove(old)
 
     def remove(self, path: Path) -> None:
@@ -1645,7 +1683,7 @@ class Checkpoints:
         shutil.rmtree(path.rename(self.folder / f".{path.name}.removed.part"))
 
 
-def load_checkpoint(path: Path, manifest: dict, trainer: Trainer) -> Progress:
+def load_checkpoint(path: Path, manifest: dict, trainer: Trainer, data: dict) -> Progress:
     """Give a trainer, of a world of any size, the state that a checkpoint holds. Its files have been checked."""
     def read(name: str) -> dict:
         return torch.load(path / name, map_location="cpu", mmap=True, weights_only=True)
@@ -1659,10 +1697,11 @@ def load_checkpoint(path: Path, manifest: dict, trainer: Trainer) -> Progress:
                 table.load_part(read(name))
         parts = [read(f"rank{rank:04d}.pt") for rank in range(world.rank, ranks, world.size)]
         trainer.carry_on(manifest["step"], [part for part in parts if "ids" in part])
-    if world.size == ranks:
+    if (world.size, trainer.config.device) == (ranks, manifest["config"]["device"]):  # a GPU's state is no CPU's
         state = read(f"rank{world.rank:04d}.pt")["random_state"].clone()
         (torch.cuda.set_rng_state if world.device.type == "cuda" else torch.set_rng_state)(state)
-    met = manifest["met"] and tuple(manifest["met"])
+    same_target = manifest["config"]["target_loss"] == trainer.config.target_loss and manifest["data"]["val"] == data["val"]
+    met = tuple(manifest["met"]) if manifest["met"] and same_target else None
     return Progress(manifest["step"], manifest["train_time_s"], met)
 
 
@@ -1692,7 +1731,8 @@ class Trainer:
         config, world = self.config, self.world
         batches = [rank_batch(self.dataset.train, step * config.rows_per_step, config.rows_per_step, self.micro_rows,
                               self.dataset.doc_start, world) for step in cycle_steps(cycle, config)]
-        carried_rows = self.carried[1] if self.carried and self.carried[0] == cycle else None
+        carried = self.carried  # which the training thread empties
+        carried_rows = carried[1] if carried and carried[0] == cycle else None
         plan = self.table and self.table.plan(batches, world.loader_group, carried_rows)
         if world.device.type == "cuda":  # page-locked, so that the copies to the device run beside its work
             batches = [with_tensors(batch, Tensor.pin_memory) for batch in batches]
@@ -1899,8 +1939,12 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
         if config.checkpoint_every and done % config.checkpoint_every == 0 and done < config.steps:
             watch.settle()
             save_or_warn(trainer, log, progress, checkpoints)
+    failed = None
     if first < config.steps and (config.checkpoint or config.checkpoint_every):
-        log.line(f"checkpoint {checkpoints.save(trainer, progress)}")
+        try:
+            log.line(f"checkpoint {checkpoints.save(trainer, progress)}")
+        except SharedError as error:  # told when the results are
+            failed = error
     log_sample(trainer, log, tokenizer)
     if trainer.table and log.main:
         for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, world.size):
@@ -1909,6 +1953,8 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
     log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * clock.seconds():.0f}ms")
     outcome = f"met at step:{progress.met[0]} train_time:{1e3 * progress.met[1]:.0f}ms" if progress.met else "not met"
     log.line(f"target val_loss:{config.target_loss} {outcome}")
+    if failed:
+        raise failed
     return val_loss
 
 
@@ -2021,7 +2067,7 @@ def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float
             keep_freed_memory()
         together(world, lambda: check_fits(plan, world))
         together(world, lambda: check_tokens(config, dataset, world))
-        data = together(world, lambda: fingerprints(config, dataset))
+        data = together(world, lambda: fingerprints(config, dataset) | {"shards": [fingerprint(shard) for shard in dataset.train.shards]})
         resumed = together(world, lambda: open_checkpoint(config, data, world)) if config.resume else None
         tokenizer = together(world, lambda: tokenizer_for_samples(config, dataset))
         log = together(world, lambda: RunLog(config, world, dataset, plan, resumed))
@@ -2039,10 +2085,12 @@ def open_checkpoint(config: Config, data: dict, world: World) -> dict:
     """The manifest of the checkpoint to resume, its files checked, and its data set compared with the one at hand."""
     path = Path(config.resume)
     manifest = read_manifest(path)
-    for what in ("train", "vocab_size"):
-        if data[what] != manifest["data"][what]:
-            raise UserError(f"{config.data}: found another data set ({what} {data[what]}), expected the one that {path} was trained on "
-                            f"({manifest['data'][what]}); name its folder with --data")
+    there, here = manifest["data"]["shards"], data["shards"]
+    if not (config.spread_rows or config.epochs > 1):  # the stream only grows where shards are added behind
+        here = here[:len(there)]
+    if here != there:
+        raise UserError(f"{config.data}: found another data set (train shards {', '.join(here)}), expected the one that {path} was trained "
+                        f"on ({', '.join(there)}); name its folder with --data")
     check_files(path, manifest, world)
     return manifest
 
@@ -2057,14 +2105,17 @@ def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, l
     if not config.eval_only:
         trainer.warm_up()
     if resumed:
-        progress, run_ids = load_checkpoint(Path(config.resume), resumed, trainer), resumed["run_ids"] + run_ids
+        progress, run_ids = load_checkpoint(Path(config.resume), resumed, trainer, data), resumed["run_ids"] + run_ids
         log.line(f"resumed {config.resume} at step {progress.step}")
     if config.eval_only:
         val_loss = validate(trainer, log, progress, Clock(world, progress.train_time_s))
         log_sample(trainer, log, tokenizer)
         return val_loss
+    checkpoints = Checkpoints(config, world, data, run_ids)
+    if config.checkpoint or config.checkpoint_every:
+        together(world, lambda: world.main and checkpoints.check_folder())
     stop.training = True
-    val_loss = train(trainer, log, tokenizer, progress, Checkpoints(config, world, data, run_ids), stop)
+    val_loss = train(trainer, log, tokenizer, progress, checkpoints, stop)
     stop.answered.set()
     if stop.signum:
         raise Stopped(stop.signum)  # too late to stop anything, but whoever sent it wants to know
@@ -2081,10 +2132,11 @@ def cli() -> int:
     except Stopped as stopped:
         return 128 + stopped.signum
     except (FollowingError, UserError, Exception) as error:
-        if isinstance(error, FollowingError) or (isinstance(error, SharedError) and not dist.is_initialized() and
-                                                 os.environ.get("RANK", "0") != "0"):
+        alike = isinstance(error, SharedError) and not dist.is_initialized() and os.environ.get("RANK", "0") != "0"
+        if alike or isinstance(error, FollowingError):
             time.sleep(3)  # the first rank to leave has torchrun end the others, so the one that tells the error goes first
-            return 1
+            if not alike:
+                return 1
         if not isinstance(error, UserError):
             traceback.print_exc()
         print(f"\nerror: {error if isinstance(error, UserError) else error_text(error)}", file=sys.stderr)
