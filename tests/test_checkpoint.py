@@ -43,7 +43,8 @@ class Ranks:
     def __call__(self, size: int, argv: list, file_limit: int = 0) -> list:
         """Each rank's validation loss, or its error as text. file_limit: bytes of the largest file that the last rank may write."""
         if size == 1 and not file_limit:
-            return [outcome(argv)]
+            with redirect_stdout(io.StringIO()) as self.screen:
+                return [outcome(argv)]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -81,11 +82,12 @@ def on():
 
 
 class Run:
-    """A run's folder, read back: its log and its checkpoints."""
+    """A run's folder, read back: its log (of an evaluation, which has none, the screen) and its checkpoints."""
 
-    def __init__(self, out: Path, outcomes: list, run_id: str):
+    def __init__(self, out: Path, outcomes: list, run_id: str, screen: str):
         self.out, self.outcomes, self.run_id, self.folder = out, outcomes, run_id, out / "checkpoints"
-        self.log = (out / f"{run_id}.txt").read_text()
+        log = out / f"{run_id}.txt"
+        self.log = log.read_text() if log.exists() else screen
         self.loss = outcomes[0]
 
     def checkpoint(self, step: int = STEPS) -> Path:
@@ -105,7 +107,7 @@ def go(on, tiny_data, tmp_path_factory):
         out = out or tmp_path_factory.mktemp("run")
         outcomes = on(ranks, [*(() if resumes else (*SHORT, f"--data={tiny_data}")), *flags, f"--out={out}", f"--run_id={run_id}"])
         assert all(isinstance(loss, float) for loss in outcomes), outcomes
-        return Run(out, outcomes, run_id)
+        return Run(out, outcomes, run_id, on.screen.getvalue() if ranks == 1 else "")
     return go
 
 
@@ -355,7 +357,7 @@ def test_all_contradictions_are_told_at_once(alone):
 def test_flags_not_given_are_inherited_and_free_ones_change(alone):
     base = ["--device=cpu", f"--resume={alone.checkpoint(4)}"]
     saved, config = manifest_of(alone.checkpoint(4))["config"], parse_args(base)
-    assert (config.run_id, config.out, config.resume) == ("", "logs", str(alone.checkpoint(4)))
+    assert (config.run_id, config.out, config.resume) == ("", str(alone.out), str(alone.checkpoint(4)))
     for name in [name for name in saved if name not in ("run_id", "out", "resume")]:
         assert json.loads(json.dumps(getattr(config, name))) == saved[name], name
     for name, value in FREE.items():
@@ -441,14 +443,14 @@ def test_evaluation_needs_a_checkpoint():
 # ---- evaluation and samples ------------------------------------------------------------------------------------------------
 
 def test_a_checkpoint_of_two_ranks_is_evaluated_in_one_process(go, pair):
-    """At every step, inside cycles too: the loss of the run's own log, and no trace but a log."""
+    """At every step, inside cycles too: the loss of the run's own log, and no trace at all."""
     logged = dict(re.findall(r"^step:(\d+)/7 val_loss:(\S+)", pair.log, re.MULTILINE))
     before = tree(pair.out)
     for step in (3, 6, STEPS):
         evaluated = go(f"--resume={pair.checkpoint(step)}", "--eval_only")
         assert evaluated.loss == pytest.approx(float(logged[str(step)]), abs=1.5e-5)
         assert re.findall(r"^step:(\d+)/7 val_loss", evaluated.log, re.MULTILINE) == [str(step)]
-        assert "train_loss" not in evaluated.log and not evaluated.folder.exists()
+        assert "train_loss" not in evaluated.log and names(evaluated.out) == []
     assert tree(pair.out) == before
     assert go(f"--resume={pair.checkpoint(3)}", "--eval_only", ranks=3).loss == pytest.approx(float(logged["3"]), abs=1.5e-5)
 
