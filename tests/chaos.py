@@ -1,0 +1,230 @@
+"""Kill a training run at random moments, go on from what is on the disk, and end where an undisturbed run ends, bit for bit.
+
+    python tests/chaos.py [--kills 20] [--ranks 1] [--seed 0]
+
+Every step writes a checkpoint. Most kills wait for a random step, then for the next checkpoint to be begun, and then up to 20
+milliseconds; some hit a run that is only starting. All processes of the run are killed with SIGKILL. The exit status is 1 where
+anything is lost.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from conftest import ROOT, TINY, markov_tokens, write_shard
+from train_gpt import UserError, World, check_files, read_manifest
+
+ALONE = World(0, 1, 1, torch.device("cpu"), None, None)
+FLAGS = [*TINY, "--batch_tokens=512", "--ngram_update_every=2", "--val_tokens=512", "--val_every=7", "--log_every=1",
+         "--sample_tokens=0", "--warmup_steps=1", "--checkpoint_every=1"]
+
+
+LIMIT_S = 300  # for anything awaited
+
+
+class Lost(Exception):
+    """Something that a kill must not cost was lost."""
+
+
+class Attempt:
+    """The trainer as a user starts it: on the latest checkpoint that lies in `out`, or from the start where there is none."""
+
+    def __init__(self, data: Path, out: Path, steps: int, ranks: int):
+        launch = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        flags = [*FLAGS, f"--data={data}", f"--out={out}", f"--steps={steps}"]
+        if (out / "checkpoints/latest").exists():
+            flags.append("--resume=latest")
+        self.screen = data / "screen.txt"
+        with open(self.screen, "w") as screen:
+            self.process = subprocess.Popen([sys.executable, *launch, str(ROOT / "train_gpt.py"), *flags], stdout=screen, stderr=screen,
+                                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    @property
+    def shown(self) -> str:
+        return self.screen.read_text()
+
+    def until(self, holds, what: str) -> None:
+        """Wait until holds(), or the run ends."""
+        deadline = time.perf_counter() + LIMIT_S
+        while self.process.poll() is None and not holds():
+            if time.perf_counter() > deadline:
+                self.kill(random.Random(0))
+                raise Lost(f"time: no {what} within {LIMIT_S} s:\n{self.shown[-2000:]}")
+            time.sleep(0.0005)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: f"\nstep:{step}/" in self.shown, f"step {step}")
+
+    def until_end(self) -> str:
+        """Returns what the run printed."""
+        self.until(lambda: False, "end")
+        if self.process.returncode:
+            raise Lost(f"a run, which ended with exit status {self.process.returncode}:\n{self.shown[-2000:]}")
+        return self.shown
+
+    def kill(self, shuffle: random.Random) -> None:
+        """SIGKILL to the whole family, in any order; returns when none of it runs any more."""
+        pids = family(self.process.pid)
+        for pid in shuffle.sample(pids, len(pids)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        while any(is_running(pid) for pid in pids):
+            time.sleep(0.001)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it; torchrun puts each rank into a session of its own."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return [pid]
+    return [pid, *(one for child in children for one in family(int(child)))]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # which a process has lost that only waits to be reaped
+    except OSError:
+        return False
+
+
+def values(text: str) -> dict[tuple[str, str], str]:
+    """(step, kind of loss) -> the loss as printed."""
+    return {(step, kind): loss for step, kind, loss in re.findall(r"^step:(\d+)/\d+ (\w+):(\S+) ", text, re.MULTILINE)}
+
+
+def half_written(out: Path) -> set[str]:
+    return {path.name for path in out.glob("checkpoints/.*")}
+
+
+def inspect(out: Path) -> tuple[int, list[str]]:
+    """Check that each checkpoint with a name is whole. Returns the latest one's step, and the names of what is half-written."""
+    folder, latest = out / "checkpoints", 0
+    for path in folder.glob("[!.]*_step*"):
+        try:
+            check_files(path, read_manifest(path), ALONE)
+        except UserError as error:
+            raise Lost(f"a checkpoint that is not whole: {error}") from None
+    if (folder / "latest").exists():
+        named = folder / (folder / "latest").read_text()
+        if not named.is_dir():
+            raise Lost(f"`latest` names {named}, which is not there")
+        latest = read_manifest(named)["step"]
+    return latest, sorted(half_written(out))
+
+
+def final_tensors(out: Path) -> dict[str, torch.Tensor]:
+    """What the last checkpoint holds, by file and name.
+
+    Left out is the state of torch's own generator, which nothing draws from: each process begins with one at random.
+    """
+    folder = out / "checkpoints" / (out / "checkpoints/latest").read_text()
+
+    def flat(name: str, value) -> dict:
+        parts = value.items() if isinstance(value, dict) else ()
+        return dict(item for key, part in parts for item in flat(f"{name} {key}", part).items()) or {name: value}
+
+    tensors = flat("", {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.pt")})
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("random_state")}
+
+
+def final_loss(shown: str) -> str:
+    """As printed; empty for a run that did not get there."""
+    return "".join(re.findall(r"^final step:\S+ val_loss:(\S+)", shown, re.MULTILINE))
+
+
+def compare(out: Path, undisturbed: Path, shown: str, expected: str) -> int:
+    """Raise Lost unless both runs end alike, and nothing of the run's own is left behind. Returns how many tensors were compared."""
+    if not final_loss(shown) == final_loss(expected) != "":
+        raise Lost(f"the final loss, which is {final_loss(shown) or 'not there'}; undisturbed it was {final_loss(expected)}")
+    mine, others = final_tensors(out), final_tensors(undisturbed)
+    if mine.keys() != others.keys() or not all(torch.equal(mine[name], others[name]) for name in mine):
+        raise Lost("the final tensors, which differ from those of the undisturbed run")
+    folder = out / "checkpoints"
+    for run_id in read_manifest(folder / (folder / "latest").read_text())["run_ids"]:
+        if left := list(folder.glob(f".{run_id}_step*")):
+            raise Lost(f"room on the disk: nobody swept {left}")
+    return len(mine)
+
+
+def chaos(folder: Path, kills: int, ranks: int, shuffle: random.Random) -> None:
+    """Raises Lost."""
+    steps = 20 + 3 * kills
+    write_shard(folder / "chaos_train_1.bin", markov_tokens(steps * 512 + 1, 2))
+    write_shard(folder / "chaos_val_1.bin", markov_tokens(600, 3))
+    began = time.perf_counter()
+    expected = Attempt(folder, folder / "undisturbed", steps, ranks).until_end()
+    run_s, reference = time.perf_counter() - began, values(expected)
+    print(f"{steps} steps, ranks: {ranks}; undisturbed, the final loss is {final_loss(expected)}", flush=True)
+    out, reached, seen_left, tally, killed_after = folder / "disturbed", 0, set(), Counter(), []
+    for number in range(kills + 1):
+        resumed_at, attempt = reached, Attempt(folder, out, steps, ranks)
+        early = number < kills and shuffle.random() < 0.15
+        if number == kills:
+            attempt.until_end()
+            what = "runs to its end"
+        elif early:
+            time.sleep(shuffle.uniform(0, run_s / 2))
+            what = "killed some time after its start"
+        else:
+            furthest = max(1, 2 * (steps - reached) // (kills - number + 1))  # so that about as much lies between any two kills
+            killed_after.append(min(steps - 2, reached + shuffle.randint(1, furthest)))
+            attempt.until_step(killed_after[-1])
+            before = half_written(out)
+            if shuffle.random() < 0.7:
+                attempt.until(lambda: half_written(out) - before, "checkpoint")
+            time.sleep(shuffle.uniform(0, 0.02))
+            what = f"killed after step {killed_after[-1]}"
+        if number < kills:
+            attempt.kill(shuffle)
+        shown = attempt.shown
+        reached, left = inspect(out)
+        if resumed_at and not early and f"_step{resumed_at:06d} at step {resumed_at}\n" not in shown:
+            raise Lost(f"the checkpoint of step {resumed_at}: it was there, but the run did not go on from it")
+        if reached < resumed_at:
+            raise Lost(f"the checkpoint of step {resumed_at}: the latest is now of step {reached}")
+        if wrong := {key: loss for key, loss in values(shown).items() if reference[key] != loss}:
+            raise Lost(f"the losses {wrong}, which differ from those of the undisturbed run")
+        tally.update(early=early, resumed=resumed_at > 0, interrupted=bool(set(left) - seen_left),
+                     swept=len(seen_left - set(left)))
+        seen_left = set(left)
+        print(f"{number + 1:3} from step {resumed_at:3}: {what}; latest checkpoint: step {reached}"
+              + (f"; left: {', '.join(left)}" if left else ""), flush=True)
+    tensors = compare(out, folder / "undisturbed", shown, expected)
+    whole = len(list(out.glob("checkpoints/[!.]*_step*")))
+    print(f"{kills} kills, {tally['early']} of them some time after a start and the others after steps {killed_after}; "
+          f"{tally['interrupted']} left something half-written; {tally['resumed']} resumes; {tally['swept']} leftovers swept, "
+          f"{len(left)} not; {whole} whole checkpoints at the end; final loss {final_loss(shown)}; all {len(reference)} losses on the way "
+          f"and all {tensors} tensors of the last checkpoint are equal bit for bit")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            chaos(Path(folder), args.kills, args.ranks, random.Random(args.seed))
+        except Lost as lost:
+            print(f"error: {lost}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
