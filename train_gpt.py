@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import base64
 import ctypes
+import fcntl
 import fnmatch
+import functools
 import hashlib
 import json
 import math
@@ -33,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
 class UserError(Exception):
@@ -53,6 +57,10 @@ class SharedError(UserError):
 
 class FollowingError(Exception):
     """This rank failed because another had failed first, which that rank tells."""
+
+
+class LostRankError(UserError):
+    """Another rank has died without a word. torchrun knows how."""
 
 
 class Stopped(Exception):
@@ -74,13 +82,16 @@ def flag(default, text: str):
 @dataclass(frozen=True)
 class Config:
     # run
-    track: str = flag("auto", "preset: cpu or fineweb; auto takes fineweb where there is a GPU")
+    track: str = flag("auto", "preset: cpu, fineweb, or of fineweb for one GPU fineweb80 or fineweb24; auto goes by the device")
     device: str = flag("auto", "cpu or cuda; auto takes cuda where there is one")
     seed: int = flag(0, "seed of the weights; the data and the sign patterns never depend on it")
     run_id: str = flag("", "name of the log file; empty makes one of the date and the seed")
     out: str = flag("logs", "folder of the log")
     log_every: int = flag(10, "steps between lines with the training loss")
+    ranks: int = flag(0, "with --dry_run, plan for this many ranks, on a device that need not be there; 0: those that run")
     dry_run: bool = flag(False, "print the plan (parameters, memory, tokens, exchange) and stop")
+    peak_tflops: float = flag(0.0, "what one rank's device can do at the model's precision, for MFU and --dry_run; 0: by the GPU's name")
+    link_gbs: float = flag(0.0, "bandwidth between ranks in GB/s each way, for the bound that --dry_run tells")
     table_report: bool = flag(False, "print how the run's tokens fill the n-gram table and stop, without training")
     compile: bool = flag(False, "torch.compile the model (on by default in the fineweb track)")
     warmup_steps: int = flag(2, "untimed steps before the clock starts; all they change is put back")
@@ -97,6 +108,8 @@ class Config:
     spread_rows: bool = flag(True, "take rows from all over the data in a fixed order, for unshuffled documents")
     seq_len: int = flag(128, "tokens a row")
     batch_tokens: int = flag(4096, "tokens a step over all ranks")
+    stages: str = flag("", "end:batch:short-long:lr,... until which part of the steps, which part of batch_tokens, which attention windows, "
+                           "what part of the learning rates; empty: one stage")
     micro_batch_tokens: int = flag(0, "tokens a rank holds in memory at once; 0: its whole share of a step")
     # evaluation
     val_tokens: int = flag(65_536, "validation tokens, whatever the number of ranks")
@@ -110,6 +123,11 @@ class Config:
     heads: int = flag(2, "attention heads; model_dim / heads is even")
     rotary_base: float = flag(10_000.0, "base of the rotary frequencies")
     head_chunk_tokens: int = flag(512, "tokens whose logits exist at once")
+    attn_gate: bool = flag(False, "scale each head's output by a gate on the block's input")
+    smear: bool = flag(False, "mix a gated part of the previous token's embedding into each")
+    skips: bool = flag(False, "add the input of each early block to that of its mirror image")
+    value_embeds: tuple = flag((), "blocks, counted from 0, whose values take in a gated token embedding of their own")
+    tie_until: float = flag(0.0, "fraction of the steps during which head and embedding are one matrix")
     # n-gram table
     ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table")
     ngram_dim: int = flag(0, "width of a row, at most model_dim; 0: model_dim")
@@ -128,6 +146,8 @@ class Config:
     muon_lr: float = flag(0.023, "learning rate of the matrices (Muon)")
     muon_momentum: float = flag(0.95, "Nesterov momentum of Muon, reached from 0.85")
     muon_momentum_steps: int = flag(300, "steps over which the momentum rises")
+    muon_momentum_cooldown: int = flag(0, "last steps over which it falls back")
+    muon_beta2: float = flag(0.0, "NorMuon: decay of the second moment of each row of an update; 0: plain Muon")
     adam_lr: float = flag(0.02, "learning rate of everything else (Adam), times the multiplier in RULES")
     adam_beta1: float = flag(0.8, "first-moment decay of Adam")
     adam_beta2: float = flag(0.95, "second-moment decay of Adam")
@@ -146,6 +166,7 @@ class Config:
                      "ngram_update_every", "epochs", "timeout_s", "log_every"):
             need(getattr(self, name) >= 1, name, "at least 1")
         need(self.checkpoint_keep >= 1, "checkpoint_keep", "at least 1")
+        need(self.ranks == 0 or (self.ranks > 0 and self.dry_run), "ranks", "a number of ranks, together with --dry_run")
         need(not self.eval_only or self.resume, "eval_only", "--resume, which says what to evaluate")
         for name in ("micro_batch_tokens", "val_every", "sample_tokens", "ngram_rows", "ngram_signs", "warmup_steps", "checkpoint_every"):
             need(getattr(self, name) >= 0, name, "0 or more")
@@ -171,33 +192,76 @@ class Config:
              "different orders out of " + ",".join(map(str, ROW_MULTIPLIERS)))
         need(len(self.ngram_split) in (0, len(orders)) and all(w > 0 for w in self.ngram_split), "ngram_split",
              f"one positive whole number for each of the {len(orders)} orders")
+        need(self.stage_list[-1].end == self.steps, "stages", "the last one to end at 1")
+        for stage in self.stage_list:
+            need(stage.first <= stage.end, "stages", "ends in the order of time")
+            need(0 < stage.batch_tokens <= self.batch_tokens, "stages", "batches from one row to all of --batch_tokens")
+            need(0 < stage.windows[0] <= stage.windows[1], "stages", "windows of at least 1 token, the short one first")
         need(self.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
         need(self.ngram_rows > 0 or not self.table_report, "ngram_rows", "a table to report on")
         if self.ngram_rows:
             smallest = min(hi - lo for lo, hi in channel_bounds(self))
             need(smallest >= 2, "ngram_rows", f"at least 2 rows an order, one being reserved (found {smallest})")
 
+    @functools.cached_property
+    def stage_list(self) -> tuple[Stage, ...]:
+        """The stages of a run; a stage ends where an update cycle of the table ends."""
+        stages, first, every = [], 0, self.ngram_update_every
+        for text in (self.stages or f"1:1:{self.seq_len}-{self.seq_len}:1").split(","):
+            try:
+                end, batch, windows, lr = text.split(":")
+                last = min(self.steps, round(Fraction(end) * self.steps / every) * every) if Fraction(end) < 1 else self.steps
+                rows = int(Fraction(batch) * self.batch_tokens) // self.seq_len
+                stages.append(Stage(first, last, rows * self.seq_len, tuple(map(int, windows.split("-", 1))), float(lr)))
+            except (ValueError, ZeroDivisionError):
+                raise SharedError(f"--stages: found {text!r}, expected end:batch:short-long:lr, as in 1/3:1/2:384-896:0.6") from None
+            first = last
+        return tuple(stages)
+
+    def stage(self, step: int) -> int:
+        """Number of the stage that a step belongs to; the end of the run belongs to the last."""
+        return next((i for i, stage in enumerate(self.stage_list) if step < stage.end), len(self.stage_list) - 1)
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of all steps before this one: the position in the stream."""
+        return sum(max(0, min(step, stage.end) - stage.first) * stage.batch_tokens for stage in self.stage_list)
+
     @property
-    def rows_per_step(self) -> int:
-        return self.batch_tokens // self.seq_len
+    def untie_step(self) -> int:
+        """From this step on head and embedding are two matrices; an update cycle of the table begins with it."""
+        return -(-int(self.tie_until * self.steps) // self.ngram_update_every) * self.ngram_update_every
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps [first, end) of a run with their batch, their attention windows (short and long, in tokens) and learning rate factor."""
+    first: int
+    end: int
+    batch_tokens: int
+    windows: tuple[int, int]
+    lr: float
 
 
 TRACKS = {
     "cpu": {},  # the defaults above
-    "fineweb": dict(
+    "fineweb": dict(  # eight 80 GB GPUs; batches, windows and learning rates grow together, as in recent records
         data="data/fineweb10B", spread_rows=False, compile=True, warmup_steps=3, seq_len=2048, batch_tokens=393_216,
-        micro_batch_tokens=49_152, val_tokens=10_485_760, val_every=125, target_loss=3.28, sample_tokens=0, layers=11,
-        model_dim=768, heads=6, head_chunk_tokens=8192, adam_lr=0.008, ngram_rows=84_602_880, ngram_update_every=2, steps=1600,
-        log_every=25,
-    ),
+        stages="1/3:1/3:384-896:0.6,2/3:2/3:640-1408:0.85,1:1:896-1664:1", micro_batch_tokens=49_152, head_chunk_tokens=8192,
+        val_tokens=10_485_760, val_every=125, target_loss=3.28, sample_tokens=0, log_every=25, layers=11, model_dim=768, heads=6,
+        attn_gate=True, smear=True, skips=True, value_embeds=(0, 1, 2, 9, 10), tie_until=2 / 3,
+        steps=1600, muon_momentum_cooldown=50, muon_beta2=0.95, weight_decay=1.2, adam_lr=0.008, ngram_rows=84_602_880,
+        ngram_update_every=2),
 }
+TRACKS["fineweb80"] = TRACKS["fineweb"] | dict(ngram_rows=21_150_720)  # one GPU of 80 GB or more: a table of 30 GiB
+TRACKS["fineweb24"] = TRACKS["fineweb"] | dict(  # one GPU of 24 GB
+    ngram_rows=2_643_840, ngram_update_every=1, micro_batch_tokens=4_096, head_chunk_tokens=4_096)
 
 
 # Flags that may change when a run goes on from a checkpoint, since no weight depends on them; NOT_RESUMED ones start afresh.
-NOT_RESUMED = {"device", "run_id", "out", "dry_run", "table_report", "eval_only"}
+NOT_RESUMED = {"ranks", "device", "run_id", "out", "dry_run", "table_report", "eval_only"}
 FREE_ON_RESUME = NOT_RESUMED | {
-    "resume", "log_every", "compile", "warmup_steps", "timeout_s", "checkpoint", "checkpoint_every", "checkpoint_keep", "data", "epochs",
-    "micro_batch_tokens", "val_tokens", "val_every", "target_loss", "sample", "sample_tokens", "head_chunk_tokens", "ngram_kernel"}
+    "peak_tflops", "link_gbs", "resume", "log_every", "compile", "warmup_steps", "timeout_s", "checkpoint", "checkpoint_every",
+    "checkpoint_keep", "data", "epochs", "micro_batch_tokens", "val_tokens", "val_every", "target_loss", "sample", "sample_tokens", "head_chunk_tokens", "ngram_kernel"}
 
 
 def parse_args(argv: list[str]) -> Config:
@@ -286,7 +350,10 @@ class World:
 
     def first_error(self, mine: str) -> str:
         """What the first rank to fail said: `mine`, unless another was earlier."""
-        return self.store.compare_set("first_error", "", mine).decode()
+        try:
+            return self.store.compare_set("first_error", "", mine).decode()
+        except dist.DistError:  # torchrun itself is gone
+            return mine
 
 
 @contextmanager
@@ -311,8 +378,11 @@ def join_world(config: Config):
     except BaseException as error:
         if world.device.type == "cpu":  # NCCL may wait for a partner that is gone; the process is about to end anyhow
             dist.destroy_process_group()
-        if not isinstance(error, Stopped) and world.first_error(error_text(error)) != error_text(error):
+        text = error_text(error)
+        if not isinstance(error, Stopped) and world.first_error(text) != text:
             raise FollowingError(f"rank {rank} followed") from error
+        if lost_a_rank(error):
+            raise LostRankError(text) from error
         raise
     dist.destroy_process_group()
 
@@ -332,24 +402,39 @@ def together(world: World, action):
     return result
 
 
+MEMORY_REMEDY = "lower --micro_batch_tokens or --head_chunk_tokens (see --dry_run)"
+
+
 def error_text(error: BaseException) -> str:
-    """One line that names the error, and what to do where memory ran out."""
-    text = f"{type(error).__name__}: {error}".rstrip(": ")
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-        text += "; lower --micro_batch_tokens or --head_chunk_tokens (see --dry_run)"
-    return text
+    """One line that names the error, and what it means where memory ran out or a rank is gone."""
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    if lost_a_rank(error):
+        return f"another rank is gone, perhaps killed for its memory (torchrun's summary tells which, and how): {text}"
+    return text + (f"; {MEMORY_REMEDY}" if out_of_memory(error) else "")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective failed since the process at its other end has ended: gloo's words, and NCCL's."""
+    signs = "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited"
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 class StopSignal:
     """SIGTERM and SIGINT. Before `training` they end the process at once; then `signum` is for the loop to see.
 
     A thread hears them, since the main thread may be inside a compiler, or wait for a rank that is gone. Under torchrun, which
-    kills 30 seconds after its signal, the thread ends the process if the loop has not answered by then.
+    kills 30 seconds after its signal, the thread ends the process if the loop has not answered by then. Where a rank has failed,
+    the signal is torchrun's, and there is nothing to wait for.
     """
 
     def __init__(self):
         self.signum, self.training, self.answered = 0, False, threading.Event()
-        self.tell = lambda text: None  # the log's line, once there is one
+        self.told, self.telling = False, threading.Lock()
+        self.log, self.failure = lambda text: None, lambda: ""  # until there is a log, and a world
 
     def install(self) -> None:
         self.ears, mouth = socket.socketpair()
@@ -359,15 +444,26 @@ class StopSignal:
             signal.signal(signum, lambda *_: None)
         threading.Thread(target=self.listen, daemon=True, name="signals").start()
 
+    def tell(self, text: str) -> None:
+        """Write why the run ends to the log, once, whichever thread comes first."""
+        with self.telling:
+            if not self.told:
+                self.told = True
+                self.log(text)
+
     def listen(self) -> None:
         self.signum = self.ears.recv(1)[0]
-        if self.training:
+        reason, failure = str(Stopped(self.signum)), self.failure()
+        if self.training and not failure:
             if "RANK" not in os.environ:
                 self.ears.recv(1)  # asked again: at once
             elif self.answered.wait(timeout=25):
                 return
-        self.tell(str(Stopped(self.signum)))
-        print(f"\n{Stopped(self.signum)}", file=sys.stderr, flush=True)
+            else:
+                reason, failure = f"{reason}, but the step under way did not end; is a rank gone?", self.failure()
+        self.tell(f"error: {failure}" if failure else reason)
+        if not failure and os.environ.get("RANK", "0") == "0":
+            print(f"\n{reason}", file=sys.stderr, flush=True)
         os._exit(128 + self.signum)
 
 
@@ -523,12 +619,13 @@ def open_dataset(config: Config) -> Dataset:
 
 def check_tokens(config: Config, dataset: Dataset, world: World) -> None:
     """Refuse a run for which there are too few tokens, or whose shards hold an id they must not; each rank reads its share."""
-    train, val, needed = dataset.train, dataset.val, config.steps * config.batch_tokens + 1
-    if config.steps * config.rows_per_step > train.num_rows * config.epochs and not config.eval_only:
-        epochs = -(-config.steps * config.rows_per_step // max(1, train.num_rows))
+    train, val, needed = dataset.train, dataset.val, config.tokens_before(config.steps) + 1
+    rows = config.tokens_before(config.steps) // config.seq_len
+    if rows > train.num_rows * config.epochs and not config.eval_only:
+        epochs = -(-rows // max(1, train.num_rows))
         again = f", or read them again with --epochs={epochs}" if train.num_rows else ""
-        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps "
-                        f"of {config.batch_tokens:,}; fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
+        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps; "
+                        f"fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
                         f"run fewer --steps{again}")
     if config.val_tokens > val.num_rows * config.seq_len:
         raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected "
@@ -584,9 +681,9 @@ def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int) -> Bat
     return Batch(*(t.reshape(micro_batches, micro_rows, -1) for t in (tokens, targets, starts)))
 
 
-def micro_batch_rows(config: Config, world_size: int) -> int:
+def micro_batch_rows(config: Config, world_size: int, batch_tokens: int) -> int:
     """Rows of a micro-batch: the largest rank's share of a step, cut into as few equal parts as micro_batch_tokens allows."""
-    share = -(-config.rows_per_step // world_size)
+    share = -(-batch_tokens // config.seq_len // world_size)
     parts = -(-share // min(share, config.micro_batch_tokens // config.seq_len or share))
     return -(-share // parts)
 
@@ -953,11 +1050,23 @@ class SquaredReLU(torch.autograd.Function):
         return (grad * positive).mul_(2)
 
 
-def rotary_table(seq_len: int, head_dim: int, base: float) -> Tensor:
-    """float32 [2, seq_len, head_dim / 2]: cosines and sines."""
-    frequency = base ** -(torch.arange(0, head_dim, 2, device="cpu") / head_dim)  # on "meta" it would import torch's compiler
-    angle = torch.arange(seq_len, device="cpu")[:, None] * frequency
-    return torch.stack((angle.cos(), angle.sin()))
+def rotary_table(config: Config, stage: int) -> Tensor:
+    """float32 [2, seq_len, head_dim / 2]: cosines and sines, as the stage's long window wants them.
+
+    When the window grows, YaRN (arXiv:2309.00071) slows the pairs that turned less than once in the old one by the ratio of the
+    windows, leaves those that turned more than 32 times, and sharpens attention by 1 + 0.1 ln(ratio), which goes into both factors
+    of the product as its root.
+    """
+    head_dim = config.model_dim // config.heads
+    frequency = config.rotary_base ** -(torch.arange(0, head_dim, 2) / head_dim)
+    windows, sharper = [stage.windows[1] for stage in config.stage_list[:stage + 1]], 1.0
+    for old, new in zip(windows, windows[1:]):
+        turns = old * frequency / (2 * math.pi)
+        keep = ((turns - 1) / 31).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) * old / new)
+        sharper *= 1 + 0.1 * math.log(new / old)
+    angle = torch.arange(config.seq_len)[:, None] * frequency
+    return torch.stack((angle.cos(), angle.sin())) * sharper**0.5
 
 
 class Rotate(torch.autograd.Function):
@@ -983,36 +1092,73 @@ class Rotate(torch.autograd.Function):
         return Rotate.turn(grad, cos, -sin), None
 
 
-def segment_mask(starts: Tensor) -> Tensor:
-    """starts bool [B, L] -> bool [B, 1, L, L]: position q may look at k where k <= q lies in the same segment."""
-    segment = starts.cumsum(-1)
-    same = segment[:, :, None] == segment[:, None, :]
-    return same.tril()[:, None]
+def attention_mask(starts: Tensor, window: int, flex: bool) -> Tensor | BlockMask:
+    """starts bool [B, L] -> who sees whom: position q sees k where q - window < k <= q lies in the same segment.
+
+    bool [B, 1, L, L] for scaled_dot_product_attention, or with `flex` what flex_attention takes.
+    """
+    batch, length = starts.shape
+    segment, position = starts.cumsum(-1), torch.arange(length, device=starts.device)
+    if flex:
+        def sees(b, h, q, k):
+            return (k <= q) & (q - k < window) & (segment[b, q] == segment[b, k])
+        return create_block_mask(sees, batch, None, length, length, device=starts.device)
+    distance = position[:, None] - position
+    return ((segment[:, :, None] == segment[:, None, :]) & (distance >= 0) & (distance < window))[:, None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask) -> Tensor:
+    """Attention of [B, H, L, D]: torch's fused kernels for a dense mask; flex_attention, compiled with the model, skips blocks."""
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def is_long(block: int, layers: int) -> bool:
+    """Whether a block attends over the stage's long window: every fourth does, and the last."""
+    return block % 4 == 3 or block == layers - 1
+
+
+GATE_DIM = 12  # a gate looks at this much of the stream
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, L, D], weight [H, GATE_DIM] -> [B, H, L, 1] between 0 and 2, 1 where the weight is zero."""
+    return 2 * torch.sigmoid(F.linear(x[..., :GATE_DIM], weight.to(x.dtype))).transpose(1, 2)[..., None]
 
 
 class Block(nn.Module):
     """Attention and MLP. Matrices are [out, in]; mlp_down is stored transposed, so that Muon stacks it with mlp_up."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, index: int):
         super().__init__()
         dim, self.heads = config.model_dim, config.heads
         self.qkv = nn.Parameter(torch.empty(3, dim, dim))
         self.attn_out = nn.Parameter(torch.zeros(dim, dim))
         self.mlp_up = nn.Parameter(torch.empty(4 * dim, dim))
         self.mlp_down = nn.Parameter(torch.zeros(4 * dim, dim))
+        if config.attn_gate:
+            self.attn_gate = nn.Parameter(torch.zeros(config.heads, GATE_DIM))
+        if index in config.value_embeds:
+            self.value_gate = nn.Parameter(torch.zeros(config.heads, GATE_DIM))
 
-    def forward(self, x: Tensor, mask: Tensor, rotary: Tensor) -> Tensor:
-        x = x + self.attention(RMSNorm.apply(x), mask, rotary)
+    def forward(self, x: Tensor, mask: Tensor, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
+        x = x + self.attention(RMSNorm.apply(x), mask, rotary, value_embed)
         hidden = SquaredReLU.apply(F.linear(RMSNorm.apply(x), self.mlp_up.to(x.dtype)))
         return x + hidden @ self.mlp_down.to(x.dtype)
 
-    def attention(self, x: Tensor, mask: Tensor, rotary: Tensor) -> Tensor:
+    def attention(self, x: Tensor, mask: Tensor, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
         batch, length, dim = x.shape
         qkv = F.linear(x, self.qkv.flatten(0, 1).to(x.dtype))
         qkv = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, H, L, D]
         qk, v = qkv.split((2, 1))
         q, k = Rotate.apply(RMSNorm.apply(qk), rotary)
-        y = F.scaled_dot_product_attention(q, k, v.squeeze(0), attn_mask=mask)
+        v = v.squeeze(0)
+        if value_embed is not None:
+            v = v + gate(x, self.value_gate) * value_embed.view(batch, length, self.heads, -1).transpose(1, 2)
+        y = attend(q, k, v, mask)
+        if hasattr(self, "attn_gate"):
+            y = y * gate(x, self.attn_gate)
         return F.linear(y.transpose(1, 2).reshape(batch, length, dim), self.attn_out.to(x.dtype))
 
 
@@ -1052,6 +1198,10 @@ class SoftcappedLoss(torch.autograd.Function):
 # Model: a pre-norm GPT whose residual stream takes the n-gram memory and the token embedding in before every block.
 # =====================================================================================================================
 
+SKIP_INIT = 0.1
+EMBED_STD = 0.05  # small, so that Adam turns embeddings soon (a norm follows), and fit for a head
+
+
 class GPT(nn.Module):
     """Computes in `dtype` with float32 parameters. All weights depend on `seed` alone, not on device or rank."""
 
@@ -1060,46 +1210,65 @@ class GPT(nn.Module):
         self.config, self.dtype = config, dtype
         padded_vocab = -(-vocab_size // 64) * 64  # matrix units like round sizes; no target ever names the padding
         self.embed = nn.Parameter(torch.empty(padded_vocab, config.model_dim))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.head = nn.Parameter(torch.zeros(padded_vocab, config.model_dim))
         self.embed_scales = nn.Parameter(torch.zeros(config.layers))
+        if config.smear:
+            self.smear_gate = nn.Parameter(torch.zeros(1, GATE_DIM))
+            self.smear_scales = nn.Parameter(torch.zeros(1))
+        if config.skips:
+            self.skip_scales = nn.Parameter(torch.full((config.layers // 2,), SKIP_INIT))
+        if config.value_embeds:
+            self.value_embeds = nn.Parameter(torch.zeros(len(config.value_embeds), padded_vocab, config.model_dim))
         if config.ngram_rows:
             self.ngram_scales = nn.Parameter(torch.full((config.layers,), 0.05))
-        rotary = rotary_table(config.seq_len, config.model_dim // config.heads, config.rotary_base)
-        self.register_buffer("rotary", rotary, persistent=False)
         if not self.embed.is_meta:
             self.init_weights(torch.Generator().manual_seed(config.seed))
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        self.embed.normal_(generator=generator)
+        self.embed.normal_(std=EMBED_STD, generator=generator)
         bound = (3 / self.config.model_dim) ** 0.5  # uniform of standard deviation 1 / sqrt(model_dim)
         for block in self.blocks:
             block.qkv.uniform_(-bound, bound, generator=generator)
             block.mlp_up.uniform_(-bound, bound, generator=generator)
 
-    def hidden(self, tokens: Tensor, starts: Tensor, memory: Tensor | None) -> Tensor:
-        """tokens int64 [B, L], starts bool [B, L], memory [B, L, ngram_dim] -> [B, L, model_dim] before the head."""
-        mask = segment_mask(starts)
+    def hidden(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, masks: tuple, rotary: Tensor) -> Tensor:
+        """tokens int64 [B, L], starts bool [B, L], masks (short, long), memory [B, L, ngram_dim] -> [B, L, model_dim]."""
         x = first = RMSNorm.apply(F.embedding(tokens, self.embed).to(self.dtype))
         if memory is not None and memory.shape[-1] < x.shape[-1]:
             memory = F.pad(memory, (0, x.shape[-1] - memory.shape[-1]))
+        if self.config.smear:
+            previous = F.pad(x[:, :-1], (0, 0, 1, 0)).masked_fill(starts[..., None], 0)
+            x = first = x + self.smear_scales.to(x.dtype) * gate(x, self.smear_gate).squeeze(1) * previous
+        early = []
         for i, block in enumerate(self.blocks):
+            mirror = self.config.layers - 1 - i
+            if self.config.skips and mirror > i:
+                early.append(x)
+            elif self.config.skips and mirror < i:
+                x = torch.addcmul(x, early[mirror], self.skip_scales[mirror].to(x.dtype))
+            value_embed = None
+            if i in self.config.value_embeds:
+                value_embed = F.embedding(tokens, self.value_embeds[self.config.value_embeds.index(i)]).to(x.dtype)
             x = torch.addcmul(x, first, self.embed_scales[i].to(x.dtype))
             if memory is not None:
                 x = torch.addcmul(x, memory, self.ngram_scales[i].to(x.dtype))
-            x = block(x, mask, self.rotary)
+            x = block(x, masks[is_long(i, self.config.layers)], rotary, value_embed)
         return RMSNorm.apply(x)
 
-    def forward(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor, masks: tuple, rotary: Tensor,
+                tied: bool) -> Tensor:
         """Float32 sum of the losses, in nats, over the positions whose target int64 [B, L] is not -1."""
-        x = self.hidden(tokens, starts, memory)
-        return SoftcappedLoss.apply(x.flatten(0, 1), self.head, targets.flatten(), self.config.head_chunk_tokens)
+        x = self.hidden(tokens, starts, memory, masks, rotary)
+        head = self.embed if tied else self.head
+        return SoftcappedLoss.apply(x.flatten(0, 1), head, targets.flatten(), self.config.head_chunk_tokens)
 
-    def logits(self, tokens: Tensor, starts: Tensor, memory: Tensor | None) -> Tensor:
+    def logits(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, masks: tuple, rotary: Tensor, tied: bool) -> Tensor:
         """Float32 [B, padded vocabulary] at the last position, for sampling."""
-        x = self.hidden(tokens, starts, memory)[:, -1]
-        return SOFTCAP * torch.sigmoid((F.linear(x, self.head.to(x.dtype)).float() + 5) / 7.5)
+        x = self.hidden(tokens, starts, memory, masks, rotary)[:, -1]
+        head = self.embed if tied else self.head
+        return SOFTCAP * torch.sigmoid((F.linear(x, head.to(x.dtype)).float() + 5) / 7.5)
 
 
 # =====================================================================================================================
@@ -1125,12 +1294,22 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x if matrices.shape[-2] <= matrices.shape[-1] else x.mT
 
 
-def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, lr: float, beta: float, wd: float) -> None:
-    """Muon with Nesterov momentum on a stack [N, a, b], in place; lr is scaled by sqrt(a / b) for tall matrices."""
+def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, row_moment: Tensor, lr: float, beta: float, beta2: float,
+                wd: float) -> None:
+    """Muon with Nesterov momentum on a stack [N, a, b], in place; lr is scaled by sqrt(a / b) for tall matrices.
+
+    With beta2, NorMuon (arXiv:2510.05491): rows are divided by the root of their running mean square, row_moment [N, a, 1], the
+    norm of the whole kept. Decay acts only where update and weight have the same sign.
+    """
     momentum.lerp_(grads, 1 - beta)
-    change = orthogonalize(grads.lerp(momentum, beta))
+    change = orthogonalize(grads.lerp(momentum, beta)).float()
+    if beta2:
+        norm = change.norm(dim=(-2, -1), keepdim=True)
+        row_moment.lerp_(change.square().mean(-1, keepdim=True), 1 - beta2)
+        change = change / (row_moment.sqrt() + ADAM_EPS)
+        change *= norm / (change.norm(dim=(-2, -1), keepdim=True) + ADAM_EPS)
     if wd:
-        weights.mul_(1 - lr * wd)
+        change.addcmul_((change * weights).gt_(0), weights, value=wd)
     weights.sub_(change, alpha=lr * max(1.0, weights.shape[-2] / weights.shape[-1]) ** 0.5)
 
 
@@ -1162,11 +1341,13 @@ RULES = {  # parameter name pattern -> rule; exactly one must match each paramet
     "blocks.*.mlp_*": Rule("muon"),
     "embed": Rule("adam"),
     "head": Rule("adam"),
+    "value_embeds": Rule("adam"),
+    "*_gate": Rule("adam", wd=0.0),
     "*_scales": Rule("adam", wd=0.0),
 }
 
 
-MOMENTS = {"muon": ("momentum",), "adam": ("first_moment", "second_moment")}  # what each kind of rule keeps of a parameter
+MOMENTS = {"muon": ("momentum", "row_moment"), "adam": ("first_moment", "second_moment")}  # what each kind of rule keeps of a parameter
 
 
 def rule_of(name: str) -> tuple[str, Rule]:
@@ -1195,13 +1376,16 @@ class Bucket:
                 if attribute == "data":
                     view.copy_(params[name].data)
                 setattr(params[name], attribute, view)
-        self.moments = {kind: self.weights.new_zeros(self.share_shape) for kind in MOMENTS[rule.kind]}
+        by_row = (*self.share_shape[:-1], 1)
+        self.moments = {kind: self.weights.new_zeros(by_row if kind == "row_moment" else self.share_shape) for kind in MOMENTS[rule.kind]}
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters' parts of a flat buffer, as views of their shapes."""
-        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        """The parameters' parts of a flat buffer, as views of their shapes, or with one number a row."""
+        by_row = len(flat) < len(self.weights)
+        shapes = {name: (*shape[:-1], 1) if by_row else shape for name, shape in self.shapes.items()}
+        sizes = [math.prod(shape) for shape in shapes.values()]
         parts = flat[:sum(sizes)].split(sizes)
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
     def share(self, flat: Tensor) -> Tensor:
         return flat[self.world.rank * self.share_size:][:self.share_size].view(self.share_shape)
@@ -1230,17 +1414,18 @@ class Optimizer:
         self.updates = 0
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float) -> None:
+    def step(self, lr_scale: float, momentum: float, batch_tokens: int) -> None:
         """Average the gradients (of loss sums) over the step's tokens, update, and leave gradients at zero."""
         config, self.updates = self.config, self.updates + 1
         reductions = [bucket.start_reduce() for bucket in self.buckets]
         gathers = []
         for bucket, reduction in zip(self.buckets, reductions):
             reduction.wait()
-            weights, grads = bucket.share(bucket.weights), bucket.summed.div_(config.batch_tokens)
+            weights, grads = bucket.share(bucket.weights), bucket.summed.div_(batch_tokens)
             wd = config.weight_decay * bucket.rule.wd
             if bucket.rule.kind == "muon":
-                muon_update(weights, grads, *bucket.moments.values(), config.muon_lr * bucket.rule.lr * lr_scale, momentum, wd)
+                muon_update(weights, grads, *bucket.moments.values(), config.muon_lr * bucket.rule.lr * lr_scale, momentum,
+                            config.muon_beta2, wd)
             else:
                 adam_update(weights, grads, *bucket.moments.values(), self.updates, config.adam_lr * bucket.rule.lr * lr_scale,
                             config.adam_beta1, config.adam_beta2, wd)
@@ -1248,6 +1433,14 @@ class Optimizer:
             bucket.grads.zero_()
         for gather in gathers:
             gather.wait()
+
+    @torch.no_grad()
+    def untie(self, model: GPT) -> None:
+        """Give the head a copy of the embedding, which it was so far, and of its moments; the two buckets are cut alike."""
+        model.head.copy_(model.embed)
+        embed, head = (next(b for b in self.buckets if name in b.shapes) for name in ("embed", "head"))
+        for kind in embed.moments:
+            head.moments[kind].copy_(embed.moments[kind])
 
     def tensors(self) -> list[Tensor]:
         """Everything that a step changes but the count of updates."""
@@ -1258,7 +1451,7 @@ class Optimizer:
         saved = {}
         for bucket in self.buckets:
             for kind, share in {"weights": None, **bucket.moments}.items():
-                whole = bucket.weights if share is None else torch.empty_like(bucket.weights)
+                whole = bucket.weights if share is None else share.new_empty(bucket.world.size * share.numel())
                 if share is not None:
                     dist.all_gather_single(whole, share.flatten())
                 if bucket.world.main:
@@ -1270,11 +1463,11 @@ class Optimizer:
         self.updates = updates
         for bucket in self.buckets:
             for kind, share in {"weights": None, **bucket.moments}.items():
-                whole = bucket.weights if share is None else torch.zeros_like(bucket.weights)
+                whole = bucket.weights if share is None else share.new_zeros(bucket.world.size * share.numel())
                 for name, part in bucket.by_name(whole).items():
                     part.copy_(saved[kind][name])
                 if share is not None:
-                    share.copy_(bucket.share(whole))
+                    share.copy_(whole.view(bucket.world.size, *share.shape)[bucket.world.rank])
 
 
 # =====================================================================================================================
@@ -1282,16 +1475,15 @@ class Optimizer:
 # =====================================================================================================================
 
 def lr_scale(step: int, config: Config) -> float:
-    """1, then a straight line down to final_lr over the last `cooldown` of the steps."""
-    progress = step / config.steps
-    if progress < 1 - config.cooldown:
-        return 1.0
-    left = (1 - progress) / config.cooldown
-    return left + (1 - left) * config.final_lr
+    """The stage's factor, times 1, then a straight line down to final_lr over the last `cooldown` of the steps."""
+    left = min(1.0, (1 - step / config.steps) / config.cooldown) if config.cooldown else 1.0
+    return config.stage_list[config.stage(step)].lr * (left + (1 - left) * config.final_lr)
 
 
 def muon_momentum(step: int, config: Config) -> float:
-    return 0.85 + (config.muon_momentum - 0.85) * min(1.0, step / max(1, config.muon_momentum_steps))
+    rise = step / max(1, config.muon_momentum_steps)
+    fall = (config.steps - step) / config.muon_momentum_cooldown if config.muon_momentum_cooldown else 1.0
+    return 0.85 + (config.muon_momentum - 0.85) * min(1.0, rise, fall)
 
 
 def cycle_steps(cycle: int, config: Config) -> range:
@@ -1303,48 +1495,82 @@ def cycle_steps(cycle: int, config: Config) -> range:
 # The plan: what a run will need, worked out from the config alone and printed before anything is allocated.
 # =====================================================================================================================
 
-def make_plan(config: Config, world: World, dataset: Dataset) -> dict:
+def make_plan(config: Config, world: World, vocab_size: int, tokens_on_disk: int) -> dict:
     """Parameters, tokens, bytes a rank by kind (estimates from above), and exchange bytes a step, as a flat dict."""
     with torch.device("meta"):
-        model = GPT(config, dataset.vocab_size)
+        model = GPT(config, vocab_size)
     dense = sum(p.numel() for p in model.parameters())
     moments = sum(p.numel() * (1 if rule_of(name)[1].kind == "muon" else 2) for name, p in model.named_parameters())
     vocab, size, activation = model.head.shape[0], world.size, 2 if world.device.type == "cuda" else 4
-    micro_tokens = micro_batch_rows(config, size) * config.seq_len
+    micro_tokens = max(micro_batch_rows(config, size, stage.batch_tokens) for stage in config.stage_list) * config.seq_len
     per_token = config.layers * (22 * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
     plan = {
         "dense_parameters": dense, "table_parameters": config.ngram_rows * config.ngram_dim,
-        "train_tokens_needed": config.steps * config.batch_tokens + 1, "train_tokens_on_disk": dataset.train.num_tokens,
+        "train_tokens_needed": config.tokens_before(config.steps) + 1, "train_tokens_on_disk": tokens_on_disk,
         "weights_and_gradients_bytes": 8 * dense, "optimizer_bytes": 4 * (moments + dense) // size,
         "warm_up_copy_bytes": 4 * (dense + moments // size),
         "activations_bytes": micro_tokens * per_token * activation,
         "logits_bytes": 3 * 4 * min(config.head_chunk_tokens, micro_tokens) * vocab,
         "dense_exchange_bytes_per_step": 2 * 4 * dense * (size - 1) // size,
     }
+    plan["flops_per_token"] = flops_per_token(config, vocab, config.stage_list[-1].windows)
     if config.ngram_rows:
-        plan |= table_plan(config, world, dataset)
+        plan |= table_plan(config, world, tokens_on_disk)
+    plan |= step_time_bounds(config, world, plan)
     plan["bytes_per_rank"] = sum(value for name, value in plan.items() if name.endswith("_bytes"))
     return plan
 
 
-def table_plan(config: Config, world: World, dataset: Dataset) -> dict:
+def flops_per_token(config: Config, vocab: int, windows: tuple[int, int]) -> int:
+    """Multiplications and additions of one token's forward and backward pass: three times two for each weight of a product, and
+    for each position that attention sees (on average over a row without document borders)."""
+    products = 12 * config.layers * config.model_dim**2 + vocab * config.model_dim
+    seen = 0.0
+    for i in range(config.layers):
+        window = min(windows[is_long(i, config.layers)], config.seq_len)
+        seen += window - window * (window - 1) / 2 / config.seq_len
+    return int(6 * (products + 2 * config.model_dim * seen))
+
+
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40": 181, "4090": 165}  # dense bf16, from the makers' data sheets
+
+
+def peak_tflops(config: Config, world: World) -> float:
+    """Of one rank's device; 0 where nobody said."""
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" and torch.cuda.is_available() else ""
+    return config.peak_tflops or next((peak for part, peak in PEAK_TFLOPS.items() if part in name), 0.0)
+
+
+def step_time_bounds(config: Config, world: World, plan: dict) -> dict:
+    """Below these a step of the last stage cannot take: its products at the device's peak, its exchange at the links' bandwidth."""
+    bounds, peak = {}, peak_tflops(config, world)
+    if peak:
+        bounds["least_compute_ms_per_step"] = round(1e-9 * plan["flops_per_token"] * config.stage_list[-1].batch_tokens / world.size / peak, 3)
+    if config.link_gbs:
+        sent = sum(value for name, value in plan.items() if name.endswith("exchange_bytes_per_step"))
+        bounds["least_exchange_ms_per_step"] = round(1e-6 * sent / config.link_gbs, 3)
+    return bounds
+
+
+def table_plan(config: Config, world: World, tokens_on_disk: int) -> dict:
     """The table's part of the plan. On the CPU rows and state count only as far as the run can touch them."""
     size, reads = world.size, len(config.ngram_orders)
     shard = -(-config.ngram_rows // size)
     row = config.ngram_dim * getattr(torch, config.ngram_dtype).itemsize
     state = 4 + 4 * (1 if config.ngram_second_moment == "row" else config.ngram_dim)
-    cycle_reads = -(-config.rows_per_step // size) * config.seq_len * config.ngram_update_every * reads
+    cycle_reads = -(-config.batch_tokens // config.seq_len // size) * config.seq_len * config.ngram_update_every * reads
     cycle_rows = min(config.ngram_rows, cycle_reads)
     rows_bytes, state_bytes = shard * row, shard * state
     if world.device.type == "cpu":
-        tokens = min(config.steps * config.batch_tokens, dataset.train.num_tokens)
+        tokens = min(config.tokens_before(config.steps), tokens_on_disk or math.inf)
         touched = min(shard, tokens * reads * 5 // 4 // size)  # hashes load the owners evenly, but not exactly
         rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # a row's first and last page hold others' bytes too
         state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
     exchanged = cycle_rows * (size - 1) // size
     return {
         "table_rows_bytes": rows_bytes, "table_state_bytes": state_bytes, "table_cache_bytes": 2 * cycle_rows * row * (size > 1),
-        "table_gradients_bytes": 2 * 4 * cycle_rows * config.ngram_dim, "sign_pool_bytes": max(1, config.ngram_signs) * config.ngram_dim,
+        "table_gradients_bytes": (1 + (size > 1)) * 4 * cycle_rows * config.ngram_dim,
+        "sign_pool_bytes": max(1, config.ngram_signs) * config.ngram_dim,
         "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
         "table_exchange_bytes_per_step": exchanged * (row + 4 * config.ngram_dim + 8) // config.ngram_update_every,
     }
@@ -1356,6 +1582,15 @@ def plan_lines(plan: dict, world: World) -> list[str]:
         shown = f"{value / 2**20:,.1f} MiB" if "bytes" in name else f"{value:,}"
         lines.append(f"  {name.replace('_bytes', '').replace('_', ' '):<30}{shown:>20}{' a rank' * name.endswith('_bytes')}")
     return lines
+
+
+def plan_for(config: Config) -> list[str]:
+    """The plan for --ranks, none of which need be here, nor the tokens: they are GPT-2's then."""
+    world, vocab_size, tokens = World(0, config.ranks, config.ranks, torch.device(config.device), None, None), GPT2_VOCAB_SIZE, 0
+    with suppress(UserError):
+        dataset = open_dataset(config)
+        vocab_size, tokens = dataset.vocab_size, dataset.train.num_tokens
+    return plan_lines(make_plan(config, world, vocab_size, tokens), world)
 
 
 def available_bytes(world: World) -> int:
@@ -1397,11 +1632,11 @@ REPORT_TOKENS = 1 << 23  # enough to see the trend, seconds to count
 
 def table_report(config: Config, stream: TokenStream, doc_start: int, world_size: int) -> list[str]:
     """Distinct n-grams, used rows and colliding reads of each order, and the rows' spread over owners, for the run's tokens."""
-    count = min(config.steps * config.rows_per_step, stream.num_rows, max(1, REPORT_TOKENS // config.seq_len))
+    count = min(config.tokens_before(config.steps) // config.seq_len, stream.num_rows, max(1, REPORT_TOKENS // config.seq_len))
     batch = make_batch(stream.read(0, count), count, count, doc_start)
     tokens = batch.tokens.flatten()
     rows, _ = ngram_addresses(tokens, batch.starts.flatten(), config)
-    lines = [f"table report over {len(tokens):,} of the run's {config.steps * config.batch_tokens:,} tokens: "
+    lines = [f"table report over {len(tokens):,} of the run's {config.tokens_before(config.steps):,} tokens: "
              f"{config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
     owner_ends = [(rank + 1) * config.ngram_rows // world_size for rank in range(world_size)]
     owner_rows = 0
@@ -1599,6 +1834,18 @@ def write_file(path: Path, content: dict, **more) -> dict:
     return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path), **more}}
 
 
+def abandoned(part: Path) -> bool:
+    """Whether whoever wrote there is dead, which the lock tells; where there is none, an hour must have passed."""
+    try:
+        with open(part / "lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return time.time() - part.stat().st_mtime > 3600
+
+
 class Checkpoints:
     """Writes a run's checkpoints to `out/checkpoints` and keeps the newest; run_ids are its own, last, and those it resumes."""
 
@@ -1641,9 +1888,12 @@ class Checkpoints:
         """Make an empty folder to write to, and sweep what killed runs left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(".*.part"):
-            if self.is_mine(left.name[1:].removesuffix(".part").removesuffix(".removed")) or time.time() - left.stat().st_mtime > 3600:
+            if self.is_mine(left.name[1:].removesuffix(".part").removesuffix(".removed")) or abandoned(left):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         part.mkdir()
+        self.lock = open(part / "lock", "w")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def is_mine(self, name: str) -> bool:
         """Whether this is exactly the name of a checkpoint of the run or its predecessors; what a user made of one is the user's."""
@@ -1663,15 +1913,14 @@ class Checkpoints:
 
     def finish(self, part: Path, path: Path, manifest: dict) -> None:
         (part / "manifest.json").write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}, indent=1))
-        flush_to_disk(part / "manifest.json"), flush_to_disk(part)
+        (part / "latest").write_text(path.name)
+        (part / "lock").unlink()
+        flush_to_disk(part / "manifest.json"), flush_to_disk(part / "latest"), flush_to_disk(part)
         if path.exists():  # a run that resumed from an older checkpoint comes by again
             self.remove(path)
         part.rename(path)
         flush_to_disk(self.folder)
-        latest = self.folder / f".latest.{os.getpid()}.part"
-        latest.write_text(path.name)
-        flush_to_disk(latest)
-        latest.replace(self.folder / "latest")
+        (path / "latest").replace(self.folder / "latest")
         flush_to_disk(self.folder)
         older = [old for old in self.folder.iterdir() if self.is_mine(old.name) and old != path]
         older.sort(key=lambda old: old.stat().st_mtime, reverse=True)
@@ -1719,9 +1968,13 @@ class Trainer:
         self.table = NgramTable(config, world, dtype) if config.ngram_rows else None
         self.optimizer = Optimizer(self.model, config, world)
         self.forward = torch.compile(self.model, dynamic=False, fullgraph=True) if config.compile else self.model
-        self.micro_rows = micro_batch_rows(config, world.size)
+        self.micro_rows = [micro_batch_rows(config, world.size, stage.batch_tokens) for stage in config.stage_list]
+        self.rotary = [rotary_table(config, i).to(world.device) for i in range(len(config.stage_list))]
+        self.flex = config.compile and world.device.type == "cuda"
+        self.mask = torch.compile(attention_mask, dynamic=False) if self.flex else attention_mask
         self.val = self.plan_evaluation()
         self.fetched = self.table_grads = self.asked = None  # of the update cycle under way
+        self.table_time = TimeShare(world)
         self.carried = None  # (cycle, row numbers, gradients) that a checkpoint in the middle of a cycle holds
 
     # -- ahead of time, on the CPU -----------------------------------------------------------------------------------------
@@ -1729,7 +1982,9 @@ class Trainer:
     def prepare(self, cycle: int) -> tuple[list[Batch], Cycle | None]:
         """The batches of an update cycle and the table's plan for them: a function of the cycle's number alone."""
         config, world = self.config, self.world
-        batches = [rank_batch(self.dataset.train, step * config.rows_per_step, config.rows_per_step, self.micro_rows,
+        stage = config.stage(cycle * config.ngram_update_every)
+        rows = config.stage_list[stage].batch_tokens // config.seq_len
+        batches = [rank_batch(self.dataset.train, config.tokens_before(step) // config.seq_len, rows, self.micro_rows[stage],
                               self.dataset.doc_start, world) for step in cycle_steps(cycle, config)]
         carried = self.carried  # which the training thread empties
         carried_rows = carried[1] if carried and carried[0] == cycle else None
@@ -1742,7 +1997,7 @@ class Trainer:
     def plan_evaluation(self) -> list[tuple[Batch, Cycle | None]]:
         """This rank's validation micro-batches, each with its table plan; made once, since the tokens are always the same."""
         rows = self.config.val_tokens // self.config.seq_len
-        whole = rank_batch(self.dataset.val, 0, rows, self.micro_rows, self.dataset.doc_start, self.world)
+        whole = rank_batch(self.dataset.val, 0, rows, max(self.micro_rows), self.dataset.doc_start, self.world)
         parts = [Batch(*(t[None] for t in part)) for part in zip(whole.tokens, whole.targets, whole.starts)]
         return [(part, self.table and self.table.plan([part])) for part in parts]
 
@@ -1776,28 +2031,42 @@ class Trainer:
         Returns float32 [2] on the device: the mean loss of all ranks, and how many of them want to `stop`.
         """
         config, table, sums = self.config, self.table, torch.zeros(2, device=self.world.device)
-        index = step % config.ngram_update_every
+        index, batch_tokens = step % config.ngram_update_every, config.stage_list[config.stage(step)].batch_tokens
         if table and (index == 0 or self.fetched is None):
-            self.begin_cycle(plan)
+            with self.table_time:
+                self.begin_cycle(plan)
         for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
             memory = None
             if table:
                 cut = slice(m * tokens.numel(), (m + 1) * tokens.numel())
                 slots, reads, signs = (numbers[index][:, cut] for numbers in (plan.slots, plan.reads, plan.signs))
-                memory = table.read(self.fetched, reads, signs).view(*tokens.shape, -1).requires_grad_()
-            loss = self.forward(tokens, starts, memory, targets)
+                with self.table_time:
+                    memory = table.read(self.fetched, reads, signs).view(*tokens.shape, -1).requires_grad_()
+            loss = self.forward(tokens, starts, memory, targets, **self.stage_inputs(step, starts))
             loss.backward()
             if table:
-                table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1), fresh=index == m == 0)
-            sums[0] += loss.detach() / config.batch_tokens
+                with self.table_time:
+                    table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1), fresh=index == m == 0)
+            sums[0] += loss.detach() / batch_tokens
         scale = lr_scale(step, config)
         if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
-            table.update(plan, self.table_grads, config.ngram_lr * scale)
-        self.optimizer.step(scale, muon_momentum(step, config))
+            with self.table_time:
+                table.update(plan, self.table_grads, config.ngram_lr * scale)
+        self.optimizer.step(scale, muon_momentum(step, config), batch_tokens)
+        if step + 1 == config.untie_step:
+            self.optimizer.untie(self.model)
         if stop:
             sums[1] += 1
         dist.all_reduce(sums)
         return sums
+
+    def stage_inputs(self, step: int, starts: Tensor) -> dict:
+        """What the model is given besides tokens at this step of the schedules, or, in an evaluation, before it."""
+        stage = self.config.stage(step)
+        short, long = self.config.stage_list[stage].windows
+        mask = self.mask(starts, long, self.flex)
+        masks = (mask if short == long else self.mask(starts, short, self.flex), mask)
+        return dict(masks=masks, rotary=self.rotary[stage], tied=step < self.config.untie_step)
 
     def read_memory(self, batch: Batch, plan: Cycle | None) -> Tensor | None:
         """[B, L, ngram_dim] for a batch of one micro-batch, from the rows as they are now."""
@@ -1807,18 +2076,19 @@ class Trainer:
         return self.table.read(self.table.fetch(plan), plan.reads[0], plan.signs[0]).view(*batch.tokens.shape[1:], -1)
 
     @torch.no_grad()
-    def evaluate(self, parts: int | None = None) -> float:
+    def evaluate(self, step: int, parts: int | None = None) -> float:
         """Mean loss in nats a token over the validation tokens of all ranks, or over each rank's first micro-batches."""
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for batch, plan in self.val[:parts]:
             memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
-            total[0] += self.forward(batch.tokens[0], batch.starts[0], memory, batch.targets[0])
-            total[1] += (batch.targets >= 0).sum()
+            tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
+            total[0] += self.forward(tokens, starts, memory, targets, **self.stage_inputs(step, starts))
+            total[1] += (targets >= 0).sum()
         dist.all_reduce(total)
         return float(total[0] / total[1])
 
     @torch.no_grad()
-    def sample(self, prompt: list[int]) -> list[int]:
+    def sample(self, step: int, prompt: list[int]) -> list[int]:
         """The prompt's ids and sample_tokens more, drawn at temperature 0.8; all ranks draw the same."""
         generator = torch.Generator().manual_seed(self.config.seed)
         ids = [self.dataset.doc_start, *prompt]
@@ -1827,27 +2097,33 @@ class Trainer:
             batch = make_batch(window, 1, 1, self.dataset.doc_start)
             memory = self.read_memory(batch, self.table and self.table.plan([batch]))
             batch = to_device(batch, self.world.device)
-            logits = self.model.logits(batch.tokens[0], batch.starts[0], memory)[0, :self.dataset.vocab_size].cpu()
+            tokens, starts = batch.tokens[0], batch.starts[0]
+            logits = self.model.logits(tokens, starts, memory, **self.stage_inputs(step, starts))[0, :self.dataset.vocab_size].cpu()
             ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
         return ids[1:]
 
     def warm_up(self) -> None:
-        """Run the first cycle and an evaluation, then put back all that changed, so that the clock meets everything warm."""
-        if self.config.warmup_steps == 0:
+        """Run a cycle and an evaluation of each stage, then put back all that changed, so that the clock meets everything warm."""
+        config = self.config
+        if config.warmup_steps == 0:
             return
-        batches, plan = to_device_all(self.prepare(0), self.world.device)
         saved, updates = [t.clone() for t in self.optimizer.tensors()], self.optimizer.updates
-        table_saved = self.table and self.table.touched(plan)
-        for _ in range(self.config.warmup_steps):
-            for step, batch in enumerate(batches):
-                self.train_step(step, batch, plan)
-        self.evaluate(parts=1)
+        beginnings = {stage.first for stage in config.stage_list} | {config.untie_step}
+        for first in sorted(step for step in beginnings if step < config.steps):
+            cycle = first // config.ngram_update_every
+            batches, plan = to_device_all(self.prepare(cycle), self.world.device)
+            table_saved = self.table and self.table.touched(plan)
+            for _ in range(config.warmup_steps):
+                for step, batch in zip(cycle_steps(cycle, config), batches):
+                    self.train_step(step, batch, plan)
+            self.evaluate(first, parts=1)
+            if self.table:
+                self.table.put_back(table_saved)
         for tensor, old in zip(self.optimizer.tensors(), saved):
             tensor.copy_(old)
         self.optimizer.updates = updates
-        if self.table:
-            self.table.put_back(table_saved)
         self.fetched = self.table_grads = self.asked = None
+        self.table_time = TimeShare(self.world)
 
 
 def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.device) -> tuple[list[Batch], Cycle | None]:
@@ -1885,6 +2161,38 @@ class LossWatch:
                                   f"learning rates (--muon_lr, --adam_lr, --ngram_lr)")
 
 
+class TimeShare:
+    """Seconds that the device spends between the `with` blocks' ends, without waiting for it."""
+
+    def __init__(self, world: World):
+        self.cuda, self.total, self.events = world.device.type == "cuda", 0.0, []
+
+    def __enter__(self) -> None:
+        self.began = self.now()
+
+    def __exit__(self, *_) -> None:
+        ended = self.now()
+        if self.cuda:
+            self.events.append((self.began, ended))
+        else:
+            self.total += ended - self.began
+
+    def now(self) -> float | torch.cuda.Event:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> float:
+        """So far; waits for the device."""
+        if self.events:
+            self.events[-1][1].synchronize()
+        self.total += sum(began.elapsed_time(ended) for began, ended in self.events) / 1e3
+        self.events.clear()
+        return self.total
+
+
 class Clock:
     """Seconds of training alone: runs only between start() and stop(), which wait for the device."""
 
@@ -1909,7 +2217,7 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
     """The training loop, from where `progress` stands. Returns the final validation loss."""
     config, world, first = trainer.config, trainer.world, progress.step
     clock, watch, waited_s = Clock(world, progress.train_time_s), LossWatch(world), 0.0
-    every = config.ngram_update_every
+    every, started, graphs = config.ngram_update_every, progress.train_time_s, compiled_graphs()
     cycles = load_ahead(trainer.prepare, range(first // every, -(-config.steps // every)))
     for step in range(first, config.steps + 1):
         if step == config.steps or (config.val_every and step % config.val_every == 0):
@@ -1928,7 +2236,7 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
         watch.push(step, trainer.train_step(step, batches[step % every], plan, stop.signum > 0))
         done = progress.step = step + 1
         seconds = progress.train_time_s = clock.seconds()
-        rate = done * config.batch_tokens / seconds
+        rate = config.tokens_before(done) / seconds
         log.progress(done, watch.latest, rate, (config.steps - done) * seconds / done)
         if done % config.log_every == 0:
             watch.settle()
@@ -1945,11 +2253,11 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
             log.line(f"checkpoint {checkpoints.save(trainer, progress)}")
         except SharedError as error:  # told when the results are
             failed = error
-    log_sample(trainer, log, tokenizer)
+    log_sample(trainer, log, tokenizer, config.steps)
     if trainer.table and log.main:
         for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, world.size):
             log.line(line)
-    log.line(f"waited for data {waited_s:.2f} s of {clock.seconds():.2f} s")
+    log_shares(trainer, log, first, clock.seconds() - started, waited_s, compiled_graphs() - graphs)
     log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * clock.seconds():.0f}ms")
     outcome = f"met at step:{progress.met[0]} train_time:{1e3 * progress.met[1]:.0f}ms" if progress.met else "not met"
     log.line(f"target val_loss:{config.target_loss} {outcome}")
@@ -1958,8 +2266,28 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
     return val_loss
 
 
+def log_shares(trainer: Trainer, log: RunLog, first: int, seconds: float, waited_s: float, compiled: int) -> None:
+    """Where the training time from step `first` on went."""
+    config, world = trainer.config, trainer.world
+    log.line(f"waited for data {waited_s:.2f} s, table {trainer.table_time.seconds():.2f} s of {seconds:.2f} s")
+    peak, vocab = peak_tflops(config, world), trainer.model.head.shape[0]
+    if peak and seconds:
+        flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens * flops_per_token(config, vocab, stage.windows)
+                    for stage in config.stage_list)
+        reached = 1e-12 * flops / world.size / seconds
+        log.line(f"{reached:.3f} TFLOP/s a rank, MFU {reached / peak:.1%} of {peak:g}")
+    if compiled:
+        log.line(f"warning: {compiled} graphs were compiled on the clock")
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
 def validate(trainer: Trainer, log: RunLog, progress: Progress, clock: Clock) -> float:
-    val_loss = trainer.evaluate()
+    val_loss = trainer.evaluate(progress.step)
     log.step(progress.step, clock.seconds(), "val_loss", val_loss)
     if not math.isfinite(val_loss):
         raise SharedError(f"validation loss: found {val_loss} at step {progress.step}, expected a finite number")
@@ -1986,11 +2314,11 @@ def stop_here(trainer: Trainer, log: RunLog, progress: Progress, checkpoints: Ch
     raise stopped
 
 
-def log_sample(trainer: Trainer, log: RunLog, tokenizer) -> None:
+def log_sample(trainer: Trainer, log: RunLog, tokenizer, step: int) -> None:
     """A sample of text, untimed."""
     config = trainer.config
     if config.sample_tokens:
-        ids = trainer.sample(tokenizer.encode_ordinary(config.sample) if config.sample else [])
+        ids = trainer.sample(step, tokenizer.encode_ordinary(config.sample) if config.sample else [])
         text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
         log.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
 
@@ -2054,9 +2382,12 @@ def keep_freed_memory() -> None:
 def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float:
     """Run what the command line asks for. Returns the last validation loss, or nan where there was none."""
     config, stop = parse_args(sys.argv[1:] if argv is None else argv), stop or StopSignal()
+    if config.ranks:
+        print("\n".join(plan_for(config)))
+        return math.nan
     with join_world(config) as world:
         dataset = together(world, lambda: open_dataset(config))
-        plan = make_plan(config, world, dataset)
+        plan = make_plan(config, world, dataset.vocab_size, dataset.train.num_tokens)
         if world.main:
             print("\n".join(plan_lines(plan, world)), flush=True)
         if config.table_report and world.main:
@@ -2071,13 +2402,14 @@ def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float
         resumed = together(world, lambda: open_checkpoint(config, data, world)) if config.resume else None
         tokenizer = together(world, lambda: tokenizer_for_samples(config, dataset))
         log = together(world, lambda: RunLog(config, world, dataset, plan, resumed))
-        stop.tell = log.line
+        ear = replace(world, store=world.store.clone())  # a connection of its own, for the thread that hears signals
+        stop.log, stop.failure = functools.partial(log.line, screen=False), functools.partial(ear.first_error, "")
         try:
             return run(config, world, dataset, data, tokenizer, log, resumed, stop)
         except Stopped:
             raise
         except BaseException as error:
-            log.line(f"error: {world.first_error(error_text(error))}", screen=False)
+            stop.tell(f"error: {world.first_error(error_text(error))}")
             raise
 
 
@@ -2109,7 +2441,7 @@ def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, l
         log.line(f"resumed {config.resume} at step {progress.step}")
     if config.eval_only:
         val_loss = validate(trainer, log, progress, Clock(world, progress.train_time_s))
-        log_sample(trainer, log, tokenizer)
+        log_sample(trainer, log, tokenizer, progress.step)
         return val_loss
     checkpoints = Checkpoints(config, world, data, run_ids)
     if config.checkpoint or config.checkpoint_every:
@@ -2131,16 +2463,20 @@ def cli() -> int:
         return 0
     except Stopped as stopped:
         return 128 + stopped.signum
-    except (FollowingError, UserError, Exception) as error:
-        alike = isinstance(error, SharedError) and not dist.is_initialized() and os.environ.get("RANK", "0") != "0"
-        if alike or isinstance(error, FollowingError):
+    except Exception as error:
+        lost = isinstance(error, LostRankError)
+        if not lost and (isinstance(error, FollowingError) or isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0"):
             time.sleep(3)  # the first rank to leave has torchrun end the others, so the one that tells the error goes first
-            if not alike:
-                return 1
+        if isinstance(error, FollowingError):
+            return 1
+        if out_of_memory(error) and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(MEMORY_REMEDY)
         if not isinstance(error, UserError):
             traceback.print_exc()
-        print(f"\nerror: {error if isinstance(error, UserError) else error_text(error)}", file=sys.stderr)
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        print(f"\nerror: {error_text(error)}", file=sys.stderr, flush=True)
+        if lost:
+            time.sleep(3)  # the one that was killed is the cause that torchrun shall see
+        elif "TORCHELASTIC_ERROR_FILE" in os.environ:
             get_error_handler().record_exception(error)  # for torchrun's own summary, which ends the screen
     return 1
 

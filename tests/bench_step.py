@@ -30,7 +30,7 @@ def model_flops(trainer: Trainer) -> int:
 def own_products(trainer: Trainer):
     """A function that does the model's matrix products of forward and backward, and nothing else."""
     config, products = trainer.config, []
-    tokens = trainer.micro_rows * config.seq_len
+    tokens = trainer.micro_rows[0] * config.seq_len
     for name, p in trainer.model.named_parameters():
         if p.dim() > 1 and name != "embed":
             weight = torch.randn(p.shape).flatten(0, -2)
@@ -39,7 +39,7 @@ def own_products(trainer: Trainer):
             rows = config.head_chunk_tokens if name == "head" else tokens
             x, grad = torch.randn(rows, weight.shape[1]), torch.randn(rows, weight.shape[0])
             products += (tokens // rows) * [(x, weight.T), (grad, weight), (grad.T, x)]
-    heads = (trainer.micro_rows * config.heads, config.seq_len)
+    heads = (trainer.micro_rows[0] * config.heads, config.seq_len)
     q, scores = torch.randn(*heads, config.model_dim // config.heads), torch.randn(*heads, config.seq_len)
     products += config.layers * [(q, q.mT), (scores, q), (q, q.mT), (scores, q), (scores, q), (scores, q)]
 
@@ -69,9 +69,9 @@ def parts_of_a_step(trainer: Trainer) -> dict:
             part = None
             if memory is not None:
                 part = memory[m * tokens.numel():(m + 1) * tokens.numel()].view(*tokens.shape, -1).detach().requires_grad_()
-            trainer.forward(tokens, starts, part, targets).backward()
+            trainer.forward(tokens, starts, part, targets, **trainer.stage_inputs(0, starts)).backward()
 
-    return parts | {"forward and backward": forward_and_backward, "Muon and Adam": lambda: trainer.optimizer.step(0.0, 0.9)}
+    return parts | {"forward and backward": forward_and_backward, "Muon and Adam": lambda: trainer.optimizer.step(0.0, 0.9, config.batch_tokens)}
 
 
 def main() -> None:

@@ -23,9 +23,9 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import ROOT, TINY, VOCAB, markov_tokens, run_trainer, write_shard
-from train_gpt import (GPT, Config, UserError, make_batch, manifest_digest, ngram_addresses, open_dataset, parse_args, sha256, sign_pool,
-                       tokenizer_encoding)
+from conftest import RECIPE, ROOT, TINY, VOCAB, markov_tokens, run_trainer, write_shard
+from train_gpt import (GPT, Config, UserError, attention_mask, make_batch, manifest_digest, ngram_addresses, open_dataset, parse_args,
+                       rotary_table, sha256, sign_pool, tokenizer_encoding)
 
 STEPS = 7
 SHORT = [*TINY, f"--steps={STEPS}", "--batch_tokens=416", "--val_tokens=512", "--val_every=3", "--log_every=1", "--warmup_steps=0",
@@ -231,8 +231,8 @@ ELEMENTS = [*WIDE, "--micro_batch_tokens=96"]
 
 @pytest.mark.parametrize("flags, ranks, cuts", [
     (ROWS, 1, range(1, STEPS)), (ROWS, 2, (3, 4)), (ELEMENTS, 1, range(1, STEPS)), (ELEMENTS, 2, (3, 4)),
-    (["--ngram_rows=0"], 1, (3,)),
-], ids=["rows", "rows on 2 ranks", "elements", "elements on 2 ranks", "no table"])
+    (["--ngram_rows=0"], 1, (3,)), ([*ROWS, *RECIPE], 1, range(1, STEPS)), ([*ROWS, *RECIPE], 2, (3, 4)),
+], ids=["rows", "rows on 2 ranks", "elements", "elements on 2 ranks", "no table", "recipe", "recipe on 2 ranks"])
 def test_a_resumed_run_ends_bit_for_bit_as_the_whole_one(go, flags, ranks, cuts):
     """From every step, at the end of an update cycle and inside it, with and without a warm-up."""
     once = ["--checkpoint_every=0", "--checkpoint"]
@@ -321,11 +321,12 @@ FIXED = dict(track="fineweb", seed=1, spread_rows=False, seq_len=16, batch_token
              rotary_base=500.0, ngram_rows=4003, ngram_dim=16, ngram_orders="2,4", ngram_split="1,3", ngram_signs=32,
              ngram_dtype="bfloat16", ngram_second_moment="row", ngram_lr=0.5, ngram_beta2=0.9, ngram_wd=0.0, ngram_update_every=2,
              steps=8, muon_lr=0.5, muon_momentum=0.9, muon_momentum_steps=9, adam_lr=0.5, adam_beta1=0.5, adam_beta2=0.5, weight_decay=0.5,
-             cooldown=0.5, final_lr=0.5)
+             cooldown=0.5, final_lr=0.5, stages="0.5:1/2:8-16:1,1:1:16-32:1", attn_gate=True, smear=True, skips=True,
+             value_embeds="0", tie_until=0.5, muon_momentum_cooldown=3, muon_beta2=0.9)
 FREE = dict(device="cpu", run_id="other", out="other", log_every=9, dry_run=True, table_report=True, compile=True, warmup_steps=1,
             timeout_s=9, checkpoint=True, checkpoint_every=9, checkpoint_keep=9, eval_only=True, data="other", epochs=9,
             micro_batch_tokens=96, val_tokens=64, val_every=9, target_loss=0.5, sample="other", sample_tokens=9, head_chunk_tokens=9,
-            ngram_kernel=False)
+            ngram_kernel=False, peak_tflops=1.0, link_gbs=1.0, ranks=3)
 
 
 def as_flag(name: str, value) -> str:
@@ -361,7 +362,8 @@ def test_flags_not_given_are_inherited_and_free_ones_change(alone):
     for name in [name for name in saved if name not in ("run_id", "out", "resume")]:
         assert json.loads(json.dumps(getattr(config, name))) == saved[name], name
     for name, value in FREE.items():
-        assert getattr(parse_args([*base, "--warmup_steps=1", as_flag(name, value)]), name) == value
+        needed = ["--warmup_steps=1", *["--dry_run"] * (name == "ranks")]
+        assert getattr(parse_args([*base, *needed, as_flag(name, value)]), name) == value
     assert parse_args([*base, "--track=auto"]).track == "cpu"
     repeated = [as_flag(name, saved[name]) for name in ("steps", "seed", "ngram_lr", "spread_rows")]
     assert parse_args([*base, *repeated]) == config
@@ -473,7 +475,8 @@ def continued(path: Path, prompt: list[int], count: int, doc_start: int, zeroed:
             for c in range(len(rows)):
                 memory[t] += table.get(int(rows[c, t]), torch.zeros(config.ngram_dim)) * pool[signs[c, t]]
         with torch.no_grad():
-            logits = model.logits(context[None], starts[None], memory[None])[0, :VOCAB]
+            mask = attention_mask(starts[None], config.seq_len, flex=False)
+            logits = model.logits(context[None], starts[None], memory[None], (mask, mask), rotary_table(config, 0), tied=False)[0, :VOCAB]
         ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
     return ids[1:]
 

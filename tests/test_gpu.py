@@ -1,0 +1,98 @@
+"""The CPU's assertions again on a GPU; skipped where there is none. `./run.sh test` runs it where there is one."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+import train_gpt
+from conftest import DOC_START, TINY, VOCAB
+from train_gpt import GPT, NgramTable, Trainer, attend, attention_mask, join_world, make_batch, make_plan, open_dataset, parse_args, rotary_table
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+SIZES = ["--steps=20", "--batch_tokens=8192", "--seq_len=128", "--layers=4", "--model_dim=128", "--heads=2", "--ngram_dim=128",
+         "--ngram_rows=40001", "--val_tokens=4096", "--val_every=10", "--sample_tokens=0", "--adam_lr=0.008", "--epochs=9",
+         "--attn_gate", "--smear", "--skips", "--value_embeds=0,3", "--muon_beta2=0.95",
+         "--stages=1/2:1/2:32-64:0.7,1:1:64-128:1"]
+
+
+def flags(device: str, *more: str) -> list[str]:
+    return ["--track=cpu", f"--device={device}", *SIZES, *more]
+
+
+@pytest.mark.parametrize("window", [40, 256])
+def test_compiled_flex_attention_equals_the_dense_one(window):
+    generator = torch.Generator("cuda").manual_seed(0)
+    starts = torch.rand(2, 256, generator=generator, device="cuda") < 0.02
+    starts[:, 0] = True
+    inputs = [torch.randn(2, 2, 256, 64, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    results = []
+    for flex in (False, True):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        function = torch.compile(attend, fullgraph=True, dynamic=False) if flex else attend
+        out = function(*leaves, attention_mask(starts, window, flex))
+        out.backward(inputs[0])
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    for dense, skipping in zip(*results):
+        torch.testing.assert_close(skipping, dense, rtol=3e-2, atol=3e-2)
+
+
+def test_compiled_model_equals_the_eager_one():
+    config = parse_args(flags("cuda"))
+    batch = make_batch(torch.randint(0, VOCAB, (4, 129)), 4, 4, DOC_START)
+    tokens, starts, targets = (t[0].cuda() for t in (batch.tokens, batch.starts, batch.targets))
+    results = []
+    for compiled in (False, True):
+        model = GPT(config, VOCAB, torch.bfloat16).cuda()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * (0.5 if p.dim() < 2 else p.shape[-1] ** -0.5))
+        memory = torch.randn(4, 128, 128, generator=torch.Generator().manual_seed(1)).cuda().bfloat16().requires_grad_()
+        masks = tuple(attention_mask(starts, window, flex=compiled) for window in (64, 128))
+        forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+        loss = forward(tokens, starts, memory, targets, masks, rotary_table(config, 1).cuda(), False)
+        loss.backward()
+        results.append([loss.detach(), memory.grad.float(), model.embed.grad, model.head.grad, model.blocks[0].qkv.grad])
+    for eager, fused in zip(*results):
+        assert (eager - fused).norm() <= 5e-2 * eager.norm() and eager.norm() > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_table_equals_the_one_on_the_cpu(dtype):
+    results = []
+    for device in ("cpu", "cuda"):
+        config = parse_args(["--track=cpu", f"--device={device}", "--ngram_rows=1003", "--model_dim=64", "--ngram_dim=64", f"--ngram_dtype={dtype}",
+                             "--no_ngram_kernel"])
+        generator = torch.Generator().manual_seed(0)
+        with join_world(config) as world:
+            table = NgramTable(config, world, torch.float32)
+            for _ in range(20):
+                rows, signs = (torch.randint(0, high, (1, 2, 500), generator=generator) for high in (1003, 8192))
+                cycle = train_gpt.to_device(table.route(rows, signs), world.device)
+                read = table.read(table.fetch(cycle), cycle.reads[0], cycle.signs[0])
+                grads = torch.empty(len(cycle.asked), 64, device=world.device)
+                table.add_grad(grads, cycle.slots[0], cycle.signs[0], torch.randn(500, 64, generator=generator).to(world.device), fresh=True)
+                table.update(cycle, grads, 0.1)
+            results.append([t.float().cpu() for t in (read, table.rows, table.second, table.last)])
+    for ours, reference in zip(*results):
+        torch.testing.assert_close(ours, reference, rtol=2e-2 if dtype == "bfloat16" else 1e-3, atol=1e-2 if dtype == "bfloat16" else 1e-4)
+
+
+@pytest.mark.parametrize("compiled", ["--no_compile", "--compile"])
+def test_a_run_ends_where_the_cpus_does(tiny_data, tmp_path, compiled):
+    data = [f"--data={tiny_data}", f"--out={tmp_path}"]
+    on_gpu, on_cpu = train_gpt.main(flags("cuda", *data, compiled)), train_gpt.main(flags("cpu", *data))
+    assert on_gpu == pytest.approx(on_cpu, abs=0.03)
+
+
+def test_peak_memory_stays_under_the_plan(tiny_data):
+    config = parse_args(flags("cuda", f"--data={tiny_data}", "--batch_tokens=32768", "--stages=1:1:64-128:1", "--ngram_rows=400001", "--epochs=99"))
+    with join_world(config) as world:
+        dataset = open_dataset(config)
+        plan = make_plan(config, world, dataset.vocab_size, dataset.train.num_tokens)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer = Trainer(config, world, dataset)
+        trainer.warm_up()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= plan["bytes_per_rank"]
