@@ -5,7 +5,7 @@
     python train_gpt.py --help                                 every flag with its default
 
 The file reads top to bottom as a token travels: config, ranks, tokens, n-gram table, layers, model, update rules, optimizer,
-schedules, plan, report, log, training, tokenizer, main. Importing it does nothing.
+schedules, plan, report, log, checkpoints, training, tokenizer, main. Importing it does nothing. table_kernel.cpp is optional.
 """
 from __future__ import annotations
 
@@ -261,7 +261,8 @@ TRACKS["fineweb24"] = TRACKS["fineweb"] | dict(  # one GPU of 24 GB
 NOT_RESUMED = {"ranks", "device", "run_id", "out", "dry_run", "table_report", "eval_only"}
 FREE_ON_RESUME = NOT_RESUMED | {
     "peak_tflops", "link_gbs", "resume", "log_every", "compile", "warmup_steps", "timeout_s", "checkpoint", "checkpoint_every",
-    "checkpoint_keep", "data", "epochs", "micro_batch_tokens", "val_tokens", "val_every", "target_loss", "sample", "sample_tokens", "head_chunk_tokens", "ngram_kernel"}
+    "checkpoint_keep", "data", "epochs", "micro_batch_tokens", "val_tokens", "val_every", "target_loss", "sample", "sample_tokens",
+    "head_chunk_tokens", "ngram_kernel"}
 
 
 def parse_args(argv: list[str]) -> Config:
