@@ -101,7 +101,7 @@ class Config:
     checkpoint_every: int = flag(0, "steps between checkpoints, besides those of --checkpoint; 0: none")
     checkpoint_keep: int = flag(2, "checkpoints of a run that are kept, the newest ones")
     resume: str = flag("", "checkpoint to go on from: its folder, or `latest` of --out; flags not given are as they were in its run")
-    eval_only: bool = flag(False, "evaluate the checkpoint of --resume, sample from it, and stop")
+    eval_only: bool = flag(False, "evaluate the checkpoint of --resume, also without its table and by new and known n-grams, sample, and stop")
     # data
     data: str = flag("data/torch_source", "folder of *_train_*.bin and *_val_*.bin shards")
     epochs: int = flag(1, "how often the train shards may be read through")
@@ -732,23 +732,26 @@ def channel_bounds(config: Config) -> list[tuple[int, int]]:
     return list(zip(cuts, cuts[1:]))
 
 
+def predecessors(segment_starts: Tensor) -> Tensor:
+    """bool [T] -> int64 [T]: how many tokens of its segment stand before each position."""
+    position = torch.arange(len(segment_starts), device=segment_starts.device)
+    return position - torch.where(segment_starts, position, 0).cummax(0).values if len(position) else position
+
+
 def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """Row and sign-pattern numbers of every position's n-grams.
 
     tokens int64 [T], ids below 2^16; segment_starts bool [T], where position 0 counts as a start. Returns (rows, signs), both
     int64 [C, T] with C orders. The n-gram at t ends with tokens[t] and reads nothing before its segment. Exact integers.
     """
-    position = torch.arange(len(tokens), device=tokens.device)
-    begins = torch.where(segment_starts, position, 0).cummax(0).values if len(tokens) else position
-    predecessors = position - begins
-    rows, signs = [], []
+    history, rows, signs = predecessors(segment_starts), [], []
     for order, (low, high) in zip(config.ngram_orders, channel_bounds(config)):
         row_hash, sign_hash = torch.zeros_like(tokens), torch.zeros_like(tokens)
         for back, (row_factor, sign_factor) in enumerate(zip(ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order])):
             token = tokens.roll(back)  # what it wraps around is masked below
             row_hash ^= row_factor * token
             sign_hash ^= sign_factor * token
-        complete = predecessors >= order - 1
+        complete = history >= order - 1
         rows.append(torch.where(complete, low + row_hash % (high - low - 1), high - 1))
         signs.append(torch.where(complete, sign_hash % max(1, config.ngram_signs), 0))
     return torch.stack(rows), torch.stack(signs)
@@ -1631,6 +1634,12 @@ def check_fits(plan: dict, world: World) -> None:
 REPORT_TOKENS = 1 << 23  # enough to see the trend, seconds to count
 
 
+def ngram_keys(tokens: Tensor, starts: Tensor, order: int) -> tuple[np.ndarray, np.ndarray]:
+    """tokens int64 [..., L], starts bool -> the n-gram that ends at each position as an int64, and whether its segment holds all of it."""
+    keys = sum(tokens.flatten().roll(back) << 16 * back for back in range(order))
+    return keys.numpy(), (predecessors(starts.flatten()) >= order - 1).numpy()
+
+
 def table_report(config: Config, stream: TokenStream, doc_start: int, world_size: int) -> list[str]:
     """Distinct n-grams, used rows and colliding reads of each order, and the rows' spread over owners, for the run's tokens."""
     count = min(config.tokens_before(config.steps) // config.seq_len, stream.num_rows, max(1, REPORT_TOKENS // config.seq_len))
@@ -1642,8 +1651,8 @@ def table_report(config: Config, stream: TokenStream, doc_start: int, world_size
     owner_ends = [(rank + 1) * config.ngram_rows // world_size for rank in range(world_size)]
     owner_rows = 0
     for order, (low, high), row in zip(config.ngram_orders, channel_bounds(config), rows):
-        complete = (row != high - 1).numpy()
-        ngram = sum(tokens.roll(back) << 16 * back for back in range(order)).numpy()[complete]
+        ngram, complete = ngram_keys(tokens, batch.starts, order)
+        ngram = ngram[complete]
         used, slots = sort_unique(row.numpy()[complete])
         # An n-gram has one row, so counting n-grams at their first occurrence counts the different ones of each row.
         first = np.unique(ngram, return_index=True)[1]
@@ -2076,17 +2085,44 @@ class Trainer:
         plan = to_device(plan, self.world.device)
         return self.table.read(self.table.fetch(plan), plan.reads[0], plan.signs[0]).view(*batch.tokens.shape[1:], -1)
 
-    @torch.no_grad()
     def evaluate(self, step: int, parts: int | None = None) -> float:
         """Mean loss in nats a token over the validation tokens of all ranks, or over each rank's first micro-batches."""
+        loss, count = self.val_losses(step, self.val[:parts])
+        return loss / count
+
+    @torch.no_grad()
+    def val_losses(self, step: int, val: list[tuple[Batch, Cycle | None]], with_table: bool = True) -> tuple[float, int]:
+        """Sum of the losses in nats over all ranks, and of how many tokens."""
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for batch, plan in self.val[:parts]:
+        for batch, plan in val:
             memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
             tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
+            if memory is not None and not with_table:
+                memory.zero_()
             total[0] += self.forward(tokens, starts, memory, targets, **self.stage_inputs(step, starts))
             total[1] += (targets >= 0).sum()
         dist.all_reduce(total)
-        return float(total[0] / total[1])
+        return float(total[0]), int(total[1])
+
+    def held_out(self, step: int) -> list[str]:
+        """What the table does on validation tokens: the loss without it, and where the n-gram was trained on before and where not."""
+        config, stream = self.config, self.dataset.train
+        whole, count = self.val_losses(step, self.val)
+        off, _ = self.val_losses(step, self.val, with_table=False)
+        lines = [f"held out: val_loss {whole / count:.5f} over {count:,} tokens, {off / count:.5f} with the table switched off"]
+        rows = min(config.tokens_before(step) // config.seq_len, stream.num_rows)
+        trained = make_batch(stream.read(0, rows), rows, max(1, rows), self.dataset.doc_start)
+        for order in config.ngram_orders:
+            keys, complete = ngram_keys(trained.tokens, trained.starts, order)
+            known, val = np.unique(keys[complete]), []
+            for batch, plan in self.val:
+                keys, complete = ngram_keys(batch.tokens, batch.starts, order)
+                seen = torch.from_numpy(complete & np.isin(keys, known)).view(batch.targets.shape)
+                val.append((replace(batch, targets=batch.targets.where(seen, -1)), plan))
+            loss, seen = self.val_losses(step, val)
+            lines.append(f"  order {order}: {loss / max(1, seen):.5f} over {seen:,} tokens whose n-gram was trained on, "
+                         f"{(whole - loss) / max(1, count - seen):.5f} over {count - seen:,} others")
+        return lines
 
     @torch.no_grad()
     def sample(self, step: int, prompt: list[int]) -> list[int]:
@@ -2442,6 +2478,8 @@ def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, l
         log.line(f"resumed {config.resume} at step {progress.step}")
     if config.eval_only:
         val_loss = validate(trainer, log, progress, Clock(world, progress.train_time_s))
+        for line in trainer.held_out(progress.step):
+            log.line(line)
         log_sample(trainer, log, tokenizer, progress.step)
         return val_loss
     checkpoints = Checkpoints(config, world, data, run_ids)

@@ -547,6 +547,47 @@ def test_a_terminal_shows_one_live_line(tiny, tmp_path):
     assert len(re.findall(r"^step:\d+/20 train_loss", (tmp_path / "logs/t.txt").read_text(), re.MULTILINE)) == 2
 
 
+def slow_ngrams(tokens: list[int], order: int) -> list[tuple | None]:
+    """At each position of a row the n-gram that ends there, None where its document began too late for it."""
+    found, begins = [], 0
+    for t, token in enumerate(tokens):
+        begins = t if token == DOC_START else begins
+        found.append(tuple(tokens[t - order + 1:t + 1]) if t - order + 1 >= begins else None)
+    return found
+
+
+def test_held_out_loss_splits_by_what_was_trained_on(tiny):
+    config = parse_args([*tiny, "--val_tokens=512", "--micro_batch_tokens=256"])
+    with join_world(config) as world:
+        trainer = Trainer(config, world, open_dataset(config))
+        for step in range(3):
+            batches, cycle = trainer.prepare(step)
+            trainer.train_step(step, batches[0], cycle)
+        lines = trainer.held_out(3)
+        rows = {"train": trainer.dataset.train.read(0, 3 * 48), "val": trainer.dataset.val.read(0, 16)}
+        losses, without = [], []
+        for row in rows["val"]:
+            batch = make_batch(row[None], 1, 1, DOC_START)
+            numbers, signs = train_gpt.ngram_addresses(batch.tokens.flatten(), batch.starts.flatten(), config)
+            memory = trainer.table.read(trainer.table.rows, numbers, signs)[None]
+            for kept, into in ((memory, losses), (torch.zeros_like(memory), without)):
+                with torch.no_grad():
+                    x = trainer.model.hidden(batch.tokens[0], batch.starts[0], kept, **stage_inputs(config, batch.starts[0]))
+                    logits = 23 * torch.sigmoid((F.linear(x[0], trainer.model.head) + 5) / 7.5)
+                into.append(F.cross_entropy(logits, row[1:], reduction="none"))
+    losses, without = torch.stack(losses), torch.stack(without)
+    whole, count, off = re.search(r"val_loss (\S+) over (\d+) tokens, (\S+) with", lines[0]).groups()
+    assert (float(whole), int(count), float(off)) == (pytest.approx(losses.mean().item(), abs=2e-5), 512, pytest.approx(without.mean().item(), abs=2e-5))
+    assert float(off) != float(whole)
+    for order, line in zip((2, 3), lines[1:], strict=True):
+        known = {ngram for row in rows["train"] for ngram in slow_ngrams(row[:-1].tolist(), order)} - {None}
+        seen = torch.tensor([[ngram in known for ngram in slow_ngrams(row[:-1].tolist(), order)] for row in rows["val"]])
+        found = re.search(r"order (\d): (\S+) over (\d+) tokens .*, (\S+) over (\d+) others", line).groups()
+        assert [float(number) for number in found] == pytest.approx(
+            [float(x) for x in (order, losses[seen].mean(), seen.sum(), losses[~seen].mean(), (~seen).sum())], abs=2e-5)
+        assert 0 < seen.sum() < 512
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path):
     done = run_trainer(*tiny, "--muon_lr=1e38", "--run_id=bad")
     assert done.returncode == 1
