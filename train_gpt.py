@@ -123,11 +123,11 @@ class Config:
     heads: int = flag(2, "attention heads; model_dim / heads is even")
     rotary_base: float = flag(10_000.0, "base of the rotary frequencies")
     head_chunk_tokens: int = flag(512, "tokens whose logits exist at once")
-    attn_gate: bool = flag(False, "scale each head's output by a gate on the block's input")
-    smear: bool = flag(False, "mix a gated part of the previous token's embedding into each")
+    attn_gate: bool = flag(True, "scale each head's output by a gate on the block's input")
+    smear: bool = flag(True, "mix a gated part of the previous token's embedding into each")
     skips: bool = flag(False, "add the input of each early block to that of its mirror image")
-    value_embeds: tuple = flag((), "blocks, counted from 0, whose values take in a gated token embedding of their own")
-    tie_until: float = flag(0.0, "fraction of the steps during which head and embedding are one matrix")
+    value_embeds: tuple = flag((0, 3), "blocks, counted from 0 (those that exist), whose values take in a gated token embedding of their own")
+    tie_until: float = flag(0.66, "fraction of the steps during which head and embedding are one matrix")
     # n-gram table
     ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table")
     ngram_dim: int = flag(0, "width of a row, at most model_dim; 0: model_dim")
@@ -142,13 +142,13 @@ class Config:
     ngram_update_every: int = flag(1, "steps whose gradients add up to one table update")
     ngram_kernel: bool = flag(True, "on the CPU, compile the table's loops with the C++ compiler, where there is one")
     # optimizer
-    steps: int = flag(220, "optimizer steps")
+    steps: int = flag(160, "optimizer steps")
     muon_lr: float = flag(0.023, "learning rate of the matrices (Muon)")
     muon_momentum: float = flag(0.95, "Nesterov momentum of Muon, reached from 0.85")
     muon_momentum_steps: int = flag(300, "steps over which the momentum rises")
     muon_momentum_cooldown: int = flag(0, "last steps over which it falls back")
-    muon_beta2: float = flag(0.0, "NorMuon: decay of the second moment of each row of an update; 0: plain Muon")
-    adam_lr: float = flag(0.02, "learning rate of everything else (Adam), times the multiplier in RULES")
+    muon_beta2: float = flag(0.95, "NorMuon: decay of the second moment of each row of an update; 0: plain Muon")
+    adam_lr: float = flag(0.03, "learning rate of everything else (Adam), times the multiplier in RULES")
     adam_beta1: float = flag(0.8, "first-moment decay of Adam")
     adam_beta2: float = flag(0.95, "second-moment decay of Adam")
     weight_decay: float = flag(0.0, "decoupled weight decay, times lr, times the multiplier in RULES")
@@ -157,6 +157,7 @@ class Config:
 
     def __post_init__(self):
         object.__setattr__(self, "ngram_dim", self.ngram_dim or self.model_dim)
+        object.__setattr__(self, "value_embeds", tuple(block for block in self.value_embeds if 0 <= block < self.layers))
 
         def need(ok: bool, name: str, expected: str):
             if not ok:
