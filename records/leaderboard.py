@@ -16,6 +16,7 @@ from read_logs import LogError, Run, read_log
 from tables import group_title, markdown_table, number, p_text, steps_text, to_markdown, tokens_text
 
 KNOWN_TRACKS = ("cpu", "fineweb")
+STUDIES = "studies"      # comparisons at equal steps or tokens, which race for no target and stand on no leaderboard
 RECORD_P = 0.01          # an arm is ranked when its p is below this
 BASELINE_ARM = "baseline"
 RECORD_NAME = re.compile(r"\d{4}-\d\d-\d\d_.+")
@@ -164,11 +165,13 @@ def render_records(root: Path) -> dict[Path, str]:
             reports[record] = build_report(collected, baseline=baseline)
             statistics = to_markdown(reports[record]).replace(f"{record}{os.sep}", "")     # no path of this machine
             texts[record / "README.md"] = _replace_block(record / "README.md", "statistics", statistics)
-        sections.append(f"### {track}\n\n{_track_tables(reports)}")
+        links = "".join(f"- [{record.name}]({STUDIES}/{record.name}/README.md)\n" for record in reports)
+        sections.append(f"### {track}\n\n{links if track == STUDIES else _track_tables(reports)}")
     texts[root / "README.md"] = _replace_block(root / "README.md", "leaderboard", "\n".join(sections))
     front = root.parent / "README.md"   # the project's, which shows the same tables where it has the markers
     if front.exists() and BEGIN.format("results") in front.read_text(encoding="utf-8"):
-        shown = [s.replace("](", f"]({root.name}/") for s in sections if "No records yet" not in s]
+        shown = [s.replace("](", f"]({root.name}/") for s in sections
+                 if "No records yet" not in s and not s.startswith(f"### {STUDIES}")]
         texts[front] = _replace_block(front, "results", "\n".join(shown))
     return texts
 

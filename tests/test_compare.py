@@ -577,6 +577,18 @@ def test_archive_and_leaderboard(records, tmp_path, capsys):
     assert compare.main([*command, "--leaderboard", "--check"]) == 1
 
 
+def test_a_study_has_statistics_and_stands_on_no_leaderboard(records, tmp_path, capsys):
+    write_runs(tmp_path / "logs" / "baseline", [3.441, 3.443], 20_000)
+    write_runs(tmp_path / "logs" / "part", [3.43, 3.44], 18_000, ngram_rows=9)
+    command = ["--records", str(records)]
+    assert compare.main([*command, "--archive", "parts", "--track", "studies", str(tmp_path / "logs")]) == 0
+    assert compare.main([*command, "--leaderboard"]) == 0
+    board = (records / "README.md").read_text()
+    assert board.count("_parts") == 2 and re.search(r"### studies\n\n- \[[-0-9]+_parts\]\(studies/[-0-9]+_parts/README\.md\)\n", board)
+    (record,) = (records / "studies").iterdir()
+    assert "minus baseline" in (record / "README.md").read_text()
+
+
 def test_archive_adds_to_a_record_and_never_overwrites(records, tmp_path, capsys):
     command = ["--records", str(records), "--archive", "x"]
     write_runs(tmp_path / "a", [3.44])
