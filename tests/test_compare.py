@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import random
 import subprocess
 import sys
