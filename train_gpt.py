@@ -1862,7 +1862,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, world: World, data: dict, run_ids: list[str]):
         self.config, self.world, self.data, self.run_ids = config, world, data, run_ids
-        self.folder = Path(config.out) / "checkpoints"
+        self.folder, self.lock = Path(config.out) / "checkpoints", None  # the open file that says its writer lives
 
     def save(self, trainer: Trainer, progress: Progress) -> Path:
         """Write a checkpoint and make it the latest. A collective; where it fails, all ranks raise SharedError and nothing remains."""
@@ -1883,6 +1883,9 @@ class Checkpoints:
             if world.main:
                 shutil.rmtree(part, ignore_errors=True)
             raise
+        finally:
+            if self.lock:
+                self.lock.close()
         return path
 
     def check_folder(self) -> None:
