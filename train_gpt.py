@@ -164,9 +164,8 @@ class Config:
                 raise SharedError(f"--{name}: found {getattr(self, name)!r}, expected {expected}")
 
         for name in ("steps", "seq_len", "batch_tokens", "val_tokens", "layers", "model_dim", "heads", "head_chunk_tokens",
-                     "ngram_update_every", "epochs", "timeout_s", "log_every"):
+                     "ngram_update_every", "epochs", "timeout_s", "log_every", "checkpoint_keep"):
             need(getattr(self, name) >= 1, name, "at least 1")
-        need(self.checkpoint_keep >= 1, "checkpoint_keep", "at least 1")
         need(self.ranks == 0 or (self.ranks > 0 and self.dry_run), "ranks", "a number of ranks, together with --dry_run")
         need(not self.eval_only or self.resume, "eval_only", "--resume, which says what to evaluate")
         for name in ("micro_batch_tokens", "val_every", "sample_tokens", "ngram_rows", "ngram_signs", "warmup_steps", "checkpoint_every"):
@@ -637,10 +636,11 @@ def check_tokens(config: Config, dataset: Dataset, world: World) -> None:
 
 
 def fingerprints(config: Config, dataset: Dataset) -> dict:
-    """16 hex digits each for the first train shard, which tells data sets apart, and for what validation reads."""
+    """16 hex digits each for the first train shard, which tells data sets apart, for what validation reads, and for all train shards."""
     spread = config.seq_len if dataset.val.stride > 1 else 0  # spread rows are other tokens at another row length
-    return {"train": fingerprint(dataset.train.shards[0]),
-            "val": fingerprint(dataset.val.shards[0], f"{config.val_tokens} {spread}"), "vocab_size": dataset.vocab_size}
+    shards = [fingerprint(shard) for shard in dataset.train.shards]
+    return {"train": shards[0], "val": fingerprint(dataset.val.shards[0], f"{config.val_tokens} {spread}"),
+            "vocab_size": dataset.vocab_size, "shards": shards}
 
 
 def fingerprint(shard: Shard, more: str = "") -> str:
@@ -1674,7 +1674,7 @@ def table_report(config: Config, stream: TokenStream, doc_start: int, world_size
 class RunLog:
     """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0."""
 
-    def __init__(self, config: Config, world: World, dataset: Dataset, plan: dict, resumed: dict | None = None):
+    def __init__(self, config: Config, world: World, data: dict, plan: dict, resumed: dict | None = None):
         self.main, self.total, self.run_id = world.main, config.steps, ""
         self.live, self.lost = sys.stdout.isatty(), False
         if not self.main:
@@ -1702,7 +1702,7 @@ class RunLog:
             raise UserError(f"{path}: found a log of that name, expected none; choose another --run_id or --out") from None
         except OSError as error:
             raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another --out") from None
-        header = run_header(config, world, dataset, plan)
+        header = run_header(config, world, data, plan)
         if resumed:
             header["resumed"] = {key: resumed[key] for key in ("run_ids", "step")}
         self.line("run:" + json.dumps({"format": 1, "run_id": self.run_id, **header, "source_sha256": digest}), screen=False)
@@ -1732,7 +1732,7 @@ class RunLog:
                   f"{left_s // 60:.0f}:{left_s % 60:02.0f} left", end="", flush=True)
 
 
-def run_header(config: Config, world: World, dataset: Dataset, plan: dict) -> dict:
+def run_header(config: Config, world: World, data: dict, plan: dict) -> dict:
     """What made the run, for the log's first line."""
     def git(*arguments) -> str | None:
         try:
@@ -1747,7 +1747,7 @@ def run_header(config: Config, world: World, dataset: Dataset, plan: dict) -> di
         "device_name": torch.cuda.get_device_name(world.device) if cuda else "cpu", "cpu_name": cpu_name(),
         "cpu_threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
         "git_commit": git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes),
-        "data": fingerprints(config, dataset), "target_loss": config.target_loss, "clock": "train-only", "plan": plan,
+        "data": {name: data[name] for name in ("train", "val", "vocab_size")}, "target_loss": config.target_loss, "clock": "train-only", "plan": plan,
     }
 
 
@@ -2108,12 +2108,14 @@ class Trainer:
         dist.all_reduce(total)
         return float(total[0]), int(total[1])
 
-    def held_out(self, step: int) -> list[str]:
-        """What the table does on validation tokens: the loss without it, and where the n-gram was trained on before and where not."""
+    def held_out(self, step: int, val_loss: float) -> list[str]:
+        """What the table does on validation tokens: the loss without it, and where the n-gram was trained on before and where not.
+
+        val_loss is that of `evaluate`.
+        """
         config, stream = self.config, self.dataset.train
-        whole, count = self.val_losses(step, self.val)
-        off, _ = self.val_losses(step, self.val, with_table=False)
-        lines = [f"held out: val_loss {whole / count:.5f} over {count:,} tokens, {off / count:.5f} with the table switched off"]
+        off, count = self.val_losses(step, self.val, with_table=False)
+        whole, lines = val_loss * count, [f"held out: val_loss {val_loss:.5f} over {count:,} tokens, {off / count:.5f} with the table switched off"]
         rows = min(config.tokens_before(step) // config.seq_len, stream.num_rows)
         trained = make_batch(stream.read(0, rows), rows, max(1, rows), self.dataset.doc_start)
         for order in config.ngram_orders:
@@ -2203,7 +2205,7 @@ class LossWatch:
 
 
 class TimeShare:
-    """Seconds that the device spends between the `with` blocks' ends, without waiting for it."""
+    """Seconds that the device spends inside `with` blocks, measured without waiting for it."""
 
     def __init__(self, world: World):
         self.cuda, self.total, self.events = world.device.type == "cuda", 0.0, []
@@ -2439,10 +2441,10 @@ def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float
             keep_freed_memory()
         together(world, lambda: check_fits(plan, world))
         together(world, lambda: check_tokens(config, dataset, world))
-        data = together(world, lambda: fingerprints(config, dataset) | {"shards": [fingerprint(shard) for shard in dataset.train.shards]})
+        data = together(world, lambda: fingerprints(config, dataset))
         resumed = together(world, lambda: open_checkpoint(config, data, world)) if config.resume else None
         tokenizer = together(world, lambda: tokenizer_for_samples(config, dataset))
-        log = together(world, lambda: RunLog(config, world, dataset, plan, resumed))
+        log = together(world, lambda: RunLog(config, world, data, plan, resumed))
         ear = replace(world, store=world.store.clone())  # a connection of its own, for the thread that hears signals
         stop.log, stop.failure = functools.partial(log.line, screen=False), functools.partial(ear.first_error, "")
         try:
@@ -2482,7 +2484,7 @@ def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, l
         log.line(f"resumed {config.resume} at step {progress.step}")
     if config.eval_only:
         val_loss = validate(trainer, log, progress, Clock(world, progress.train_time_s))
-        for line in trainer.held_out(progress.step):
+        for line in trainer.held_out(progress.step, val_loss):
             log.line(line)
         log_sample(trainer, log, tokenizer, progress.step)
         return val_loss

@@ -547,6 +547,16 @@ def test_a_terminal_shows_one_live_line(tiny, tmp_path):
     assert len(re.findall(r"^step:\d+/20 train_loss", (tmp_path / "logs/t.txt").read_text(), re.MULTILINE)) == 2
 
 
+def test_the_log_ends_with_where_the_time_went(tiny, tmp_path):
+    train_gpt.main([*tiny, "--run_id=r", "--peak_tflops=1"])
+    log = (tmp_path / "logs/r.txt").read_text()
+    waited, table, whole = map(float, re.search(r"^waited for data (\S+) s, table (\S+) s of (\S+) s$", log, re.MULTILINE).groups())
+    assert 0 < table < whole and waited < whole
+    reached, share = map(float, re.search(r"^(\S+) TFLOP/s a rank, MFU (\S+)% of 1$", log, re.MULTILINE).groups())
+    assert 0 < reached < 1 and share == pytest.approx(100 * reached, abs=0.1)
+    assert "compiled on the clock" not in log
+
+
 def slow_ngrams(tokens: list[int], order: int) -> list[tuple | None]:
     """At each position of a row the n-gram that ends there, None where its document began too late for it."""
     found, begins = [], 0
@@ -563,7 +573,7 @@ def test_held_out_loss_splits_by_what_was_trained_on(tiny):
         for step in range(3):
             batches, cycle = trainer.prepare(step)
             trainer.train_step(step, batches[0], cycle)
-        lines = trainer.held_out(3)
+        lines = trainer.held_out(3, trainer.evaluate(3))
         rows = {"train": trainer.dataset.train.read(0, 3 * 48), "val": trainer.dataset.val.read(0, 16)}
         losses, without = [], []
         for row in rows["val"]:
