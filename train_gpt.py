@@ -45,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.optim.adamw import adamw
 
 
 class UserError(Exception):
@@ -93,6 +94,7 @@ class Config:
     peak_tflops: float = flag(0.0, "what one rank's device can do at the model's precision, for MFU and --dry_run; 0: by the GPU's name")
     link_gbs: float = flag(0.0, "bandwidth between ranks in GB/s each way, for the bound that --dry_run tells")
     table_report: bool = flag(False, "print how the run's tokens fill the n-gram table and stop, without training")
+    dtype: str = flag("auto", "type of the model's arithmetic, bfloat16 or float32; auto takes bfloat16 where the device has units for it")
     compile: bool = flag(False, "torch.compile the model (on by default in the fineweb track)")
     warmup_steps: int = flag(2, "untimed steps before the clock starts; all they change is put back")
     timeout_s: int = flag(600, "seconds after which a collective whose partner is gone ends the run")
@@ -118,15 +120,15 @@ class Config:
     sample: str = flag("", "text to continue after the last evaluation; empty starts a document")
     sample_tokens: int = flag(96, "tokens of text to print after the last evaluation")
     # model
-    layers: int = flag(4, "blocks")
+    layers: int = flag(3, "blocks")
     model_dim: int = flag(128, "width of the residual stream")
-    heads: int = flag(2, "attention heads; model_dim / heads is even")
+    heads: int = flag(1, "attention heads; model_dim / heads is even")
     rotary_base: float = flag(10_000.0, "base of the rotary frequencies")
     head_chunk_tokens: int = flag(512, "tokens whose logits exist at once")
     attn_gate: bool = flag(True, "scale each head's output by a gate on the block's input")
     smear: bool = flag(True, "mix a gated part of the previous token's embedding into each")
     skips: bool = flag(False, "add the input of each early block to that of its mirror image")
-    value_embeds: tuple = flag((0, 3), "blocks, counted from 0 (those that exist), whose values take in a gated token embedding of their own")
+    value_embeds: tuple = flag((0, 2), "blocks, counted from 0 (those that exist), whose values take in a gated token embedding of their own")
     tie_until: float = flag(0.66, "fraction of the steps during which head and embedding are one matrix")
     # n-gram table
     ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table")
@@ -142,8 +144,8 @@ class Config:
     ngram_update_every: int = flag(1, "steps whose gradients add up to one table update")
     ngram_kernel: bool = flag(True, "on the CPU, compile the table's loops with the C++ compiler, where there is one")
     # optimizer
-    steps: int = flag(180, "optimizer steps")
-    muon_lr: float = flag(0.023, "learning rate of the matrices (Muon)")
+    steps: int = flag(170, "optimizer steps")
+    muon_lr: float = flag(0.035, "learning rate of the matrices (Muon)")
     muon_momentum: float = flag(0.95, "Nesterov momentum of Muon, reached from 0.85")
     muon_momentum_steps: int = flag(300, "steps over which the momentum rises")
     muon_momentum_cooldown: int = flag(0, "last steps over which it falls back")
@@ -157,6 +159,9 @@ class Config:
 
     def __post_init__(self):
         object.__setattr__(self, "ngram_dim", self.ngram_dim or self.model_dim)
+        if self.dtype == "auto":
+            has_units = self.device == "cuda" or torch.cpu.get_capabilities().get("amx_bf16", False)
+            object.__setattr__(self, "dtype", "bfloat16" if has_units else "float32")
         object.__setattr__(self, "value_embeds", tuple(block for block in self.value_embeds if 0 <= block < self.layers))
 
         def need(ok: bool, name: str, expected: str):
@@ -184,7 +189,8 @@ class Config:
         need(self.warmup_steps >= self.compile, "warmup_steps", "at least 1 with --compile, which else ran on the clock")
         need(self.model_dim % (2 * self.heads) == 0, "heads", f"a divisor of --model_dim={self.model_dim}, the quotient even")
         need(0 <= self.cooldown <= 1, "cooldown", "a fraction from 0 to 1")
-        need(self.ngram_dtype in ("bfloat16", "float32"), "ngram_dtype", "bfloat16 or float32")
+        for name in ("dtype", "ngram_dtype"):
+            need(getattr(self, name) in ("bfloat16", "float32"), name, "bfloat16 or float32")
         need(self.ngram_second_moment in ("row", "element"), "ngram_second_moment", "row or element")
         need(1 <= self.ngram_dim <= self.model_dim, "ngram_dim", f"1 to --model_dim={self.model_dim}")
         orders = self.ngram_orders
@@ -249,7 +255,7 @@ TRACKS = {
         stages="1/3:1/3:384-896:0.6,2/3:2/3:640-1408:0.85,1:1:896-1664:1", micro_batch_tokens=49_152, head_chunk_tokens=8192,
         val_tokens=10_485_760, val_every=125, target_loss=3.28, sample_tokens=0, log_every=25, layers=11, model_dim=768, heads=6,
         attn_gate=True, smear=True, skips=True, value_embeds=(0, 1, 2, 9, 10), tie_until=2 / 3,
-        steps=1600, muon_momentum_cooldown=50, muon_beta2=0.95, weight_decay=1.2, adam_lr=0.008, ngram_rows=84_602_880,
+        steps=1600, muon_lr=0.023, muon_momentum_cooldown=50, muon_beta2=0.95, weight_decay=1.2, adam_lr=0.008, ngram_rows=84_602_880,
         ngram_update_every=2),
 }
 TRACKS["fineweb80"] = TRACKS["fineweb"] | dict(ngram_rows=21_150_720)  # one GPU of 80 GB or more: a table of 30 GiB
@@ -878,8 +884,10 @@ class Cycle:
 class NgramTable:
     """A rank's shard of the table with the state of its row-sparse Adam, and the exchange of rows with the other ranks."""
 
-    def __init__(self, config: Config, world: World, read_dtype: torch.dtype):
-        self.config, self.world, self.read_dtype = config, world, read_dtype
+    def __init__(self, config: Config, world: World):
+        self.config, self.world = config, world
+        # The CPU's kernel sums in float32.
+        self.read_dtype = torch.float32 if world.device.type == "cpu" else getattr(torch, config.dtype)
         self.first_row, last_row = world.share(config.ngram_rows)
         num_rows = last_row - self.first_row
         self.owner_cuts = np.array([world.share(config.ngram_rows, rank)[1] for rank in range(world.size)])
@@ -1116,6 +1124,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask) -> Tensor:
     """Attention of [B, H, L, D]: torch's fused kernels for a dense mask; flex_attention, compiled with the model, skips blocks."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask)
+    if q.dtype == torch.bfloat16 and not q.is_cuda:  # torch 2.13's fused kernel takes three times as long there, backward
+        scores = (q * q.shape[-1] ** -0.5) @ k.mT
+        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -1210,9 +1221,9 @@ EMBED_STD = 0.05  # small, so that Adam turns embeddings soon (a norm follows), 
 class GPT(nn.Module):
     """Computes in `dtype` with float32 parameters. All weights depend on `seed` alone, not on device or rank."""
 
-    def __init__(self, config: Config, vocab_size: int, dtype: torch.dtype = torch.float32):
+    def __init__(self, config: Config, vocab_size: int):
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype = config, getattr(torch, config.dtype)
         padded_vocab = -(-vocab_size // 64) * 64  # matrix units like round sizes; no target ever names the padding
         self.embed = nn.Parameter(torch.empty(padded_vocab, config.model_dim))
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
@@ -1241,8 +1252,8 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, masks: tuple, rotary: Tensor) -> Tensor:
         """tokens int64 [B, L], starts bool [B, L], masks (short, long), memory [B, L, ngram_dim] -> [B, L, model_dim]."""
         x = first = RMSNorm.apply(F.embedding(tokens, self.embed).to(self.dtype))
-        if memory is not None and memory.shape[-1] < x.shape[-1]:
-            memory = F.pad(memory, (0, x.shape[-1] - memory.shape[-1]))
+        if memory is not None:
+            memory = F.pad(memory.to(x.dtype), (0, x.shape[-1] - memory.shape[-1]))
         if self.config.smear:
             previous = F.pad(x[:, :-1], (0, 0, 1, 0)).masked_fill(starts[..., None], 0)
             x = first = x + self.smear_scales.to(x.dtype) * gate(x, self.smear_gate).squeeze(1) * previous
@@ -1288,9 +1299,9 @@ POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
                  (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """[N, a, b] -> the nearest (semi-)orthogonal matrices, singular values near 1, by five Polar Express steps."""
-    x = matrices.bfloat16() if matrices.is_cuda else matrices
+def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[N, a, b] -> the nearest (semi-)orthogonal matrices, singular values near 1, by five Polar Express steps in `dtype`."""
+    x = matrices.to(dtype)
     x = x if x.shape[-2] <= x.shape[-1] else x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
     for a, b, c in POLAR_EXPRESS:
@@ -1300,14 +1311,14 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, row_moment: Tensor, lr: float, beta: float, beta2: float,
-                wd: float) -> None:
+                wd: float, dtype: torch.dtype = torch.float32) -> None:
     """Muon with Nesterov momentum on a stack [N, a, b], in place; lr is scaled by sqrt(a / b) for tall matrices.
 
     With beta2, NorMuon (arXiv:2510.05491): rows are divided by the root of their running mean square, row_moment [N, a, 1], the
     norm of the whole kept. Decay acts only where update and weight have the same sign.
     """
     momentum.lerp_(grads, 1 - beta)
-    change = orthogonalize(grads.lerp(momentum, beta)).float()
+    change = orthogonalize(grads.lerp(momentum, beta), dtype).float()
     if beta2:
         norm = change.norm(dim=(-2, -1), keepdim=True)
         row_moment.lerp_(change.square().mean(-1, keepdim=True), 1 - beta2)
@@ -1320,13 +1331,10 @@ def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, row_moment: Te
 
 def adam_update(weights: Tensor, grads: Tensor, first: Tensor, second: Tensor, update: int, lr: float, beta1: float,
                 beta2: float, wd: float) -> None:
-    """AdamW in place on float32 tensors of one shape; update counts from 1."""
-    first.lerp_(grads, 1 - beta1)
-    second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
-    if wd:
-        weights.mul_(1 - lr * wd)
-    scale = second.div(1 - beta2**update).sqrt_().add_(ADAM_EPS)
-    weights.addcdiv_(first, scale, value=-lr / (1 - beta1**update))
+    """AdamW in place on float32 tensors of one shape, by torch's fused kernel; update counts from 1."""
+    updates_before = torch.full((), update - 1.0, device=weights.device)
+    adamw([weights], [grads], [first], [second], [], [updates_before], fused=True, amsgrad=False, maximize=False, lr=lr,
+          beta1=beta1, beta2=beta2, weight_decay=wd, eps=ADAM_EPS)
 
 
 # =====================================================================================================================
@@ -1395,14 +1403,17 @@ class Bucket:
     def share(self, flat: Tensor) -> Tensor:
         return flat[self.world.rank * self.share_size:][:self.share_size].view(self.share_shape)
 
-    def start_reduce(self) -> dist.Work:
-        """Begin to sum the gradients over ranks; each rank receives its share, in `summed`."""
+    def start_reduce(self) -> dist.Work | None:
+        """Begin to sum the gradients over ranks; each rank receives its share, in `summed`. One rank has nothing to send."""
+        if self.world.size == 1:
+            self.summed = self.share(self.grads)
+            return None
         self.summed = self.weights.new_empty(self.share_shape)
         return dist.reduce_scatter_single(self.summed.view(-1), self.grads, async_op=True)
 
-    def start_gather(self) -> dist.Work:
+    def start_gather(self) -> dist.Work | None:
         """Begin to give every rank the updated shares of all."""
-        return dist.all_gather_single(self.weights, self.share(self.weights).flatten().clone(), async_op=True)
+        return None if self.world.size == 1 else dist.all_gather_single(self.weights, self.share(self.weights).flatten().clone(), async_op=True)
 
 
 class Optimizer:
@@ -1425,18 +1436,19 @@ class Optimizer:
         reductions = [bucket.start_reduce() for bucket in self.buckets]
         gathers = []
         for bucket, reduction in zip(self.buckets, reductions):
-            reduction.wait()
+            if reduction:
+                reduction.wait()
             weights, grads = bucket.share(bucket.weights), bucket.summed.div_(batch_tokens)
             wd = config.weight_decay * bucket.rule.wd
             if bucket.rule.kind == "muon":
                 muon_update(weights, grads, *bucket.moments.values(), config.muon_lr * bucket.rule.lr * lr_scale, momentum,
-                            config.muon_beta2, wd)
+                            config.muon_beta2, wd, getattr(torch, config.dtype))
             else:
                 adam_update(weights, grads, *bucket.moments.values(), self.updates, config.adam_lr * bucket.rule.lr * lr_scale,
                             config.adam_beta1, config.adam_beta2, wd)
             gathers.append(bucket.start_gather())
             bucket.grads.zero_()
-        for gather in gathers:
+        for gather in filter(None, gathers):
             gather.wait()
 
     @torch.no_grad()
@@ -1977,9 +1989,8 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, dataset: Dataset):
         self.config, self.world, self.dataset = config, world, dataset
-        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        self.model = GPT(config, dataset.vocab_size, dtype).to(world.device)
-        self.table = NgramTable(config, world, dtype) if config.ngram_rows else None
+        self.model = GPT(config, dataset.vocab_size).to(world.device)
+        self.table = NgramTable(config, world) if config.ngram_rows else None
         self.optimizer = Optimizer(self.model, config, world)
         self.forward = torch.compile(self.model, dynamic=False, fullgraph=True) if config.compile else self.model
         self.micro_rows = [micro_batch_rows(config, world.size, stage.batch_tokens) for stage in config.stage_list]

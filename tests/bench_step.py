@@ -2,8 +2,7 @@
 
     python tests/bench_step.py [--rounds 7] [trainer flags]
 
-FLOPs are those of the model in forward and backward: 6 a matrix parameter and token, and 6 x width x row length a layer and token
-for causal attention. They are held against two measures of what matrix multiplication allows, timed in the same rounds: the model's
+FLOPs are those of the model in forward and backward, as train_gpt.flops_per_token counts them. They are held against two measures of what matrix multiplication allows, timed in the same rounds: the model's
 own products alone, at their own shapes, and a 2048 x 2048 product. Medians.
 """
 from __future__ import annotations
@@ -21,26 +20,20 @@ import train_gpt
 from train_gpt import Trainer
 
 
-def model_flops(trainer: Trainer) -> int:
-    config = trainer.config
-    matrices = sum(p.numel() for name, p in trainer.model.named_parameters() if p.dim() > 1 and name != "embed")
-    return (6 * matrices + 6 * config.layers * config.model_dim * config.seq_len) * config.batch_tokens
-
-
 def own_products(trainer: Trainer):
     """A function that does the model's matrix products of forward and backward, and nothing else."""
-    config, products = trainer.config, []
+    config, products, dtype = trainer.config, [], trainer.model.dtype
     tokens = trainer.micro_rows[0] * config.seq_len
     for name, p in trainer.model.named_parameters():
-        if p.dim() > 1 and name != "embed":
-            weight = torch.randn(p.shape).flatten(0, -2)
+        if name == "head" or (name.startswith("blocks.") and not name.endswith("_gate")):
+            weight = torch.randn(p.shape, dtype=dtype).flatten(0, -2)
             if name.endswith("mlp_down"):
                 weight = weight.T
             rows = config.head_chunk_tokens if name == "head" else tokens
-            x, grad = torch.randn(rows, weight.shape[1]), torch.randn(rows, weight.shape[0])
+            x, grad = (torch.randn(rows, width, dtype=dtype) for width in weight.shape[::-1])
             products += (tokens // rows) * [(x, weight.T), (grad, weight), (grad.T, x)]
     heads = (trainer.micro_rows[0] * config.heads, config.seq_len)
-    q, scores = torch.randn(*heads, config.model_dim // config.heads), torch.randn(*heads, config.seq_len)
+    q, scores = (torch.randn(*heads, width, dtype=dtype) for width in (config.model_dim // config.heads, config.seq_len))
     products += config.layers * [(q, q.mT), (scores, q), (q, q.mT), (scores, q), (scores, q), (scores, q)]
 
     def run() -> None:
@@ -52,7 +45,7 @@ def own_products(trainer: Trainer):
 
 def parts_of_a_step(trainer: Trainer) -> dict:
     """Name -> function that does this part of a step alone."""
-    table, (batches, cycle), matrix = trainer.table, trainer.prepare(0), torch.randn(2048, 2048)
+    table, (batches, cycle), matrix = trainer.table, trainer.prepare(0), torch.randn(2048, 2048, dtype=trainer.model.dtype)
     batch, memory = batches[0], None
     parts = {"matmul": lambda: matrix @ matrix, "own products": own_products(trainer),
              "loader (in its thread)": lambda: trainer.prepare(0)}
@@ -92,7 +85,8 @@ def main() -> None:
                 times[name].append(time.perf_counter() - began)
     seconds = {name: statistics.median(t) for name, t in times.items()}
     peak, own = 2 * 2048**3 / seconds.pop("matmul"), seconds.pop("own products")
-    speed = model_flops(trainer) / seconds["forward and backward"]
+    flops = train_gpt.flops_per_token(config, trainer.model.head.shape[0], config.stage_list[0].windows) * config.batch_tokens
+    speed = flops / seconds["forward and backward"]
     total = sum(s for name, s in seconds.items() if not name.startswith("loader"))
     print(f"{config.layers} x {config.model_dim}, {config.batch_tokens:,} tokens a step, {torch.get_num_threads()} threads")
     for name, s in seconds.items():

@@ -41,7 +41,7 @@ def reads(num_rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Ours:
     def __init__(self, num_rows: int, dtype: str, world, kernel: bool = True):
         config = Config(ngram_rows=num_rows, ngram_dim=DIM, model_dim=DIM, ngram_dtype=dtype, ngram_signs=SIGNS, ngram_kernel=kernel)
-        self.table = NgramTable(config, world, torch.float32)
+        self.table = NgramTable(config, world)
         self.cycles = [self.table.route(*reads(num_rows, seed)) for seed in range(PLANS)]
         self.grad = torch.randn(TOKENS, DIM)
         self.phases = {}

@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # the tests' tensors are too small for more
 VOCAB, DOC_START = 61, 60
 TINY = ["--track=cpu", "--device=cpu", "--steps=20", "--batch_tokens=1536", "--seq_len=32", "--layers=2", "--model_dim=32", "--heads=2",
         "--ngram_dim=24", "--ngram_rows=4001", "--ngram_signs=64", "--val_tokens=2048", "--val_every=10", "--head_chunk_tokens=200",
-        "--sample_tokens=8", "--adam_lr=0.008"]
+        "--sample_tokens=8", "--adam_lr=0.008", "--muon_lr=0.023", "--dtype=float32"]
 # every part of the recipe that the cpu track leaves out by default
 RECIPE = ["--attn_gate", "--smear", "--skips", "--value_embeds=0,1", "--muon_beta2=0.9",
           "--tie_until=0.6", "--weight_decay=0.1", "--muon_momentum_cooldown=5", "--stages=1/3:1/2:8-16:0.7,1:1:16-32:1"]

@@ -43,7 +43,7 @@ def test_compiled_model_equals_the_eager_one():
     tokens, starts, targets = (t[0].cuda() for t in (batch.tokens, batch.starts, batch.targets))
     results = []
     for compiled in (False, True):
-        model = GPT(config, VOCAB, torch.bfloat16).cuda()
+        model = GPT(config, VOCAB).cuda()
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * (0.5 if p.dim() < 2 else p.shape[-1] ** -0.5))
@@ -62,10 +62,10 @@ def test_table_equals_the_one_on_the_cpu(dtype):
     results = []
     for device in ("cpu", "cuda"):
         config = parse_args(["--track=cpu", f"--device={device}", "--ngram_rows=1003", "--model_dim=64", "--ngram_dim=64", f"--ngram_dtype={dtype}",
-                             "--no_ngram_kernel"])
+                             "--no_ngram_kernel", "--dtype=float32"])
         generator = torch.Generator().manual_seed(0)
         with join_world(config) as world:
-            table = NgramTable(config, world, torch.float32)
+            table = NgramTable(config, world)
             for _ in range(20):
                 rows, signs = (torch.randint(0, high, (1, 2, 500), generator=generator) for high in (1003, 8192))
                 cycle = train_gpt.to_device(table.route(rows, signs), world.device)
@@ -81,7 +81,7 @@ def test_table_equals_the_one_on_the_cpu(dtype):
 @pytest.mark.parametrize("compiled", ["--no_compile", "--compile"])
 def test_a_run_ends_where_the_cpus_does(tiny_data, tmp_path, compiled):
     data = [f"--data={tiny_data}", f"--out={tmp_path}"]
-    on_gpu, on_cpu = train_gpt.main(flags("cuda", *data, compiled)), train_gpt.main(flags("cpu", *data))
+    on_gpu, on_cpu = train_gpt.main(flags("cuda", *data, compiled)), train_gpt.main(flags("cpu", *data, "--dtype=float32"))
     assert on_gpu == pytest.approx(on_cpu, abs=0.03)
 
 

@@ -178,7 +178,7 @@ def eager_table(num_rows: int, steps, update_every: int, second_moment: str, sig
 
 def sharded_table(config: Config, world: World, steps, message_bytes: int):
     """Run the real table over the steps, each rank with its rows of each step; returns this rank's shard and state."""
-    table = NgramTable(config, world, torch.float32)
+    table = NgramTable(config, world)
     table.max_message_bytes, table.block = message_bytes, 16  # several blocks a step
     reads = []
     low, high = world.share(ROWS_A_STEP)
@@ -303,7 +303,7 @@ def test_kernel_reads_and_sums_as_the_tensor_operations_do(dtype, dim):
     for kernel in (True, False):
         config = parse_args([*table_flags(dtype=dtype, signs=8192, kernel=kernel), f"--ngram_dim={dim}"])
         with join_world(config) as world:
-            table = NgramTable(config, world, torch.float32)
+            table = NgramTable(config, world)
             table.rows.copy_(values)
             cycle, grads = table.route(rows, signs), torch.full((len(rows.unique()), dim), torch.nan)
             read = table.read(table.fetch(cycle), cycle.reads[0], cycle.signs[0])
@@ -327,7 +327,7 @@ def test_sums_do_not_depend_on_the_number_of_threads():
         for threads in (1, 2, 3, 1):
             torch.set_num_threads(threads)
             with join_world(config) as world:
-                table = NgramTable(config, world, torch.float32)
+                table = NgramTable(config, world)
                 cycle = table.route(rows, signs)
                 grads = torch.empty(sum(cycle.ask_counts), 64)
                 table.add_grad(grads, cycle.slots[0], cycle.signs[0], grad, fresh=True)
@@ -345,7 +345,7 @@ def test_large_exchanges_go_in_pieces_and_change_nothing():
 def test_untouched_rows_stay_bit_identical():
     config = parse_args(["--device=cpu", "--ngram_rows=1003", "--ngram_dim=6"])
     with join_world(config) as world:
-        table = NgramTable(config, world, torch.float32)
+        table = NgramTable(config, world)
         table.rows.normal_(generator=torch.Generator().manual_seed(0))
         before = table.rows.clone()
         batch = Batch(torch.randint(0, 9, (1, 2, 16)), None, torch.zeros(1, 2, 16, dtype=torch.bool))
@@ -379,7 +379,7 @@ class LargestResult(TorchDispatchMode):
 def test_a_step_makes_nothing_of_the_tables_size():
     config = parse_args(["--device=cpu", "--ngram_rows=3000000", "--ngram_dim=8", "--ngram_signs=16"])
     with join_world(config) as world:
-        table = NgramTable(config, world, torch.float32)
+        table = NgramTable(config, world)
         batch = Batch(torch.randint(0, 900, (1, 4, 32)), None, torch.zeros(1, 4, 32, dtype=torch.bool))
         with LargestResult(table.rows, table.second, table.last) as watch:
             cycle = table.plan([batch])

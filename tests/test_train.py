@@ -202,19 +202,22 @@ def test_loss_equals_cross_entropy_of_softcapped_logits(chunk):
     torch.testing.assert_close(wa.grad, wb.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [1, 5, 16])
-def test_attention_sees_its_window_of_its_segment(window):
+def test_attention_sees_its_window_of_its_segment(window, dtype):
     generator = torch.Generator().manual_seed(window)
     starts = torch.rand(3, 16, generator=generator) < 0.2
     starts[:, 0] = True
-    q, k, v = torch.randn(3, 3, 2, 16, 8, generator=generator)
-    found, segment = attend(q, k, v, attention_mask(starts, window, flex=False)), starts.cumsum(-1).tolist()
+    q, k, v = torch.randn(3, 3, 2, 16, 8, generator=generator).to(dtype).float()
+    mask, segment = attention_mask(starts, window, flex=False), starts.cumsum(-1).tolist()
+    found = attend(*(x.to(dtype) for x in (q, k, v)), mask).float()
+    tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
     for b in range(3):
         for t in range(16):
             seen = [j for j in range(t + 1) if t - j < window and segment[b][j] == segment[b][t]]
             for head in range(2):
                 weights = torch.stack([q[b, head, t] @ k[b, head, j] for j in seen]).div(8**0.5).softmax(0)
-                torch.testing.assert_close(found[b, head, t], weights @ v[b, head, seen], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(found[b, head, t], weights @ v[b, head, seen], **tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -247,7 +250,7 @@ def lively_model(config: Config):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * (0.5 if p.dim() < 2 else p.shape[-1] ** -0.5))
-    table = NgramTable(config, world_of(0, 1), torch.float32)
+    table = NgramTable(config, world_of(0, 1))
     table.rows.normal_(generator=generator)
     return model, table
 
@@ -266,7 +269,7 @@ def hidden_states(model, table, tokens, config):
         return model.hidden(batch.tokens[0], batch.starts[0], memory, **stage_inputs(config, batch.starts[0]))
 
 
-@pytest.fixture(scope="module", params=[[], RECIPE], ids=["plain", "recipe"])
+@pytest.fixture(scope="module", params=[[], RECIPE, [*RECIPE, "--dtype=bfloat16"]], ids=["plain", "recipe", "bfloat16"])
 def alive(request):
     config = parse_args(["--device=cpu", *TINY[2:], "--ngram_orders=2,3,4", *request.param])
     return (*lively_model(config), config)
@@ -439,8 +442,24 @@ def test_golden_run(tiny):
     assert final == pytest.approx(GOLDEN, abs=5e-4)
 
 
-def test_a_run_repeats_bit_for_bit(tiny):
-    assert train_gpt.main(tiny) == train_gpt.main(tiny)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_repeats_bit_for_bit(tiny, dtype):
+    flags = [*tiny, f"--dtype={dtype}"]
+    assert train_gpt.main(flags) == train_gpt.main(flags)
+
+
+def test_bfloat16_ends_near_float32(tiny):
+    """On any CPU, with units for it or without; orthogonalization runs in it too."""
+    final = train_gpt.main([*tiny, "--dtype=bfloat16"])
+    assert final != GOLDEN and final == pytest.approx(GOLDEN, abs=2e-2)
+
+
+def test_dtype_goes_by_the_device():
+    units = torch.cpu.get_capabilities().get("amx_bf16", False)
+    assert parse_args(["--device=cpu", "--track=cpu"]).dtype == ("bfloat16" if units else "float32")
+    assert parse_args(["--device=cuda"]).dtype == "bfloat16"
+    with pytest.raises(UserError, match="--dtype: found 'half', expected bfloat16 or float32"):
+        parse_args(["--dtype=half"])
 
 
 @pytest.mark.parametrize("ranks, recipe", [(2, []), (3, RECIPE)])
