@@ -23,8 +23,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py defines the shard format
-from train_gpt import GPT2_DOC_START, GPT2_VOCAB_SIZE, Shard, UserError, open_shard
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # harness.py defines the shard format
+from harness import GPT2_DOC_START, GPT2_VOCAB_SIZE, Shard, UserError, open_shard
 
 REPO = "kjj0/fineweb10B-gpt2"
 NUM_TRAIN_SHARDS = 103

@@ -4,7 +4,7 @@
     python data/text.py                     the Python source of the installed torch, into data/torch_source
 
 A .jsonl line's "text" is one document; any other .txt, .md or .py file is one document; folders are searched for these.
-Writes NAME_train_000001.bin ..., NAME_val_000000.bin and tokenizer.tiktoken. The format is train_gpt.py's: 256 int32 of
+Writes NAME_train_000001.bin ..., NAME_val_000000.bin and tokenizer.tiktoken. The format is harness.py's: 256 int32 of
 header, then uint16 tokens, with the document-start token before every document. The same text gives the same bytes.
 """
 from __future__ import annotations
@@ -31,8 +31,8 @@ import tiktoken
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py defines the formats
-from train_gpt import (GPT2_DOC_START, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, TOKENIZER_FILE, TOKENIZER_PATTERN,
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # harness.py defines the formats
+from harness import (GPT2_DOC_START, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, TOKENIZER_FILE, TOKENIZER_PATTERN,
                        UserError, tokenizer_encoding)
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")

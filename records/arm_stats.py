@@ -95,7 +95,7 @@ def _only_logs(files: list[Path], skipped: list[tuple[str, str]]) -> list[Path]:
     for file in files:
         if file.suffix in LOG_SUFFIXES:
             logs.append(file)
-        elif file.suffix not in (".py", ".md", ".png") and not file.name.startswith("."):
+        elif file.suffix not in (".py", ".cpp", ".md", ".png") and not file.name.startswith("."):
             skipped.append((str(file), "not a log by its name (.txt or .log)"))
     return logs
 
@@ -361,6 +361,12 @@ def describe_arm(name: str, runs: list[Run], target: float | None) -> dict:
     return arm
 
 
+def _source(run: Run) -> tuple | str | None:
+    """What tells two sources apart: the hashes of all the run's files, where its log has them."""
+    sources = run.header.get("sources")
+    return tuple(sorted(sources.items())) if sources else run.header.get("source_sha256")
+
+
 def _notes_on_arm(arm: dict, good: list[Run]) -> list[str]:
     notes = [f"failed: {failed['run']}: {failed['reason']}" for failed in arm["failed"]]
     early = [run for run in good if run.ended_early]
@@ -388,7 +394,7 @@ def _notes_on_arm(arm: dict, good: list[Run]) -> list[str]:
     if varied:
         shown = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in varied.items())
         notes.append(f"pools different configs: {shown} (--by with {next(iter(varied))} tells them apart)")
-    if len({run.header.get("source_sha256") for run in good}) > 1:
+    if len({_source(run) for run in good}) > 1:
         notes.append("pools runs of different sources")
     for kind, places in (("loss", "outlier_losses"), ("time", "outlier_times")):
         flagged = [f"{good[i].name} ({good[i].final_loss})" if kind == "loss" else
@@ -455,7 +461,7 @@ def _notes_between(arms: list[dict], base: dict, by: list[str]) -> list[str]:
         changes = [f"{key} {_join(config.get(key, [UNKNOWN]))} ({_join(base_config.get(key, [UNKNOWN]))})"
                    for key in dict.fromkeys([*base_config, *config])
                    if key not in by and config.get(key) != base_config.get(key)]
-        sources = [{run.header.get("source_sha256") for run in side["_runs"]} for side in (arm, base)]
+        sources = [{_source(run) for run in side["_runs"]} for side in (arm, base)]
         changes += ["its source"] if sources[0] != sources[1] else []
         if changes or not by:
             notes.append(f"{arm['name']} differs from {base['name']} in " + ("; ".join(changes) or "nothing but seeds"))

@@ -326,7 +326,8 @@ def _header_problem(header: object) -> str | None:
         return "its run: line is not a JSON object"
     if header.get("format", FORMAT) != FORMAT:
         return f"its run: line has format {header['format']!r}, expected {FORMAT}: read it with a newer compare.py"
-    kinds = {"config": dict, "data": dict, "target_loss": int | float, "run_id": str, "date": str, "source_sha256": str}
+    kinds = {"config": dict, "data": dict, "target_loss": int | float, "run_id": str, "date": str, "source_sha256": str,
+             "sources": dict}
     for key, kind in kinds.items():
         if not isinstance(header.get(key), kind | None):
             return f"its run: line has {key} {header[key]!r:.40}, which is not of its type"

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from conftest import ROOT, TINY, markov_tokens, write_shard
-from train_gpt import UserError, World, check_files, read_manifest
+from harness import UserError, World, check_files, read_manifest
 
 ALONE = World(0, 1, 1, torch.device("cpu"), None, None)
 FLAGS = [*TINY, "--batch_tokens=512", "--ngram_update_every=2", "--val_tokens=512", "--val_every=7", "--log_every=1",

@@ -24,8 +24,8 @@ import torch
 
 import train_gpt
 from conftest import RECIPE, ROOT, TINY, VOCAB, markov_tokens, run_trainer, write_shard
-from train_gpt import (GPT, Config, UserError, attention_mask, make_batch, manifest_digest, ngram_addresses, open_dataset, parse_args,
-                       rotary_table, sha256, sign_pool, tokenizer_encoding)
+from harness import TOKENIZER_FILE, UserError, manifest_digest, sha256, tokenizer_encoding
+from train_gpt import GPT, Config, attention_mask, make_batch, ngram_addresses, open_dataset, parse_args, rotary_table, sign_pool
 
 STEPS = 7
 SHORT = [*TINY, f"--steps={STEPS}", "--batch_tokens=416", "--val_tokens=512", "--val_every=3", "--log_every=1", "--warmup_steps=0",
@@ -317,7 +317,7 @@ def test_more_ranks_than_rows(go):
 # ---- flags -----------------------------------------------------------------------------------------------------------------
 
 # What the weights depend on, with a value that SHORT does not give; the rest may change, as listed behind.
-FIXED = dict(track="fineweb", seed=1, spread_rows=False, seq_len=16, batch_tokens=384, layers=1, model_dim=48, heads=4,
+FIXED = dict(track="fineweb", seed=1, spread_rows=False, dtype="bfloat16", seq_len=16, batch_tokens=384, layers=1, model_dim=48, heads=4,
              rotary_base=500.0, ngram_rows=4003, ngram_dim=16, ngram_orders="2,4", ngram_split="1,3", ngram_signs=32,
              ngram_dtype="bfloat16", ngram_second_moment="row", ngram_lr=0.5, ngram_beta2=0.9, ngram_wd=0.0, ngram_update_every=2,
              steps=8, muon_lr=0.5, muon_momentum=0.9, muon_momentum_steps=9, adam_lr=0.5, adam_beta1=0.5, adam_beta2=0.5, weight_decay=0.5,
@@ -488,7 +488,7 @@ def letters(tiny_data, tmp_path_factory):
     """The data beside a tokenizer of single letters, and that tokenizer."""
     folder = shutil.copytree(tiny_data, tmp_path_factory.mktemp("letters") / "data")
     tokens = [bytes([i]) for i in range(63, 63 + VOCAB - 1)]
-    (folder / train_gpt.TOKENIZER_FILE).write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
+    (folder / TOKENIZER_FILE).write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
     return folder, tokenizer_encoding(tokens)
 
 

@@ -603,6 +603,19 @@ def test_archive_adds_to_a_record_and_never_overwrites(records, tmp_path, capsys
     assert read_log(records / "cpu" / "2026-10-05_x" / "two" / "a1.txt")[0].final_loss == 3.42
 
 
+def test_archive_keeps_every_source_of_a_run(records, tmp_path, capsys):
+    more, folder = b"// a kernel\n", tmp_path / "logs" / "a"
+    digest = hashlib.sha256(more).hexdigest()
+    write_runs(folder, [3.44, 3.43], sources={"train_gpt.py": SOURCE_SHA256, "table_kernel.cpp": digest})
+    command = ["--records", str(records), "--archive", "x", str(folder)]
+    assert compare.main(command) == 1 and f"table_kernel_{digest[:16]}.cpp lies neither" in capsys.readouterr().err
+    (folder / f"table_kernel_{digest[:16]}.cpp").write_bytes(more)
+    assert compare.main(command) == 0
+    (record,) = records.glob("cpu/*_x")
+    assert (record / f"table_kernel_{digest[:16]}.cpp").read_bytes() == more
+    assert (record / f"train_gpt_{SOURCE_SHA256[:16]}.py").read_bytes() == SOURCE and not folder.exists()
+
+
 def test_archive_moves_nothing_when_it_refuses(records, tmp_path, capsys):
     write_runs(tmp_path / "a", [3.44, 3.43])
     source = tmp_path / "a" / f"train_gpt_{SOURCE_SHA256[:16]}.py"

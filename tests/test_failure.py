@@ -26,6 +26,7 @@ DRIVER = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 import torch
+import harness
 import train_gpt
 
 RANK, TORCHRUN, SELF = int(os.environ.get("RANK", 0)), os.getppid(), os.getpid()
@@ -61,7 +62,7 @@ def send(signum, pid):
 
 before("train_step", in_step_5, -1, None)
 {fault}
-status = train_gpt.cli()
+status = harness.exit_status(train_gpt.main)
 sys.stdout.flush(), sys.stderr.flush()
 os._exit(status)
 """

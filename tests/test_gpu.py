@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import DOC_START, TINY, VOCAB
+from conftest import DOC_START, VOCAB
 from train_gpt import GPT, NgramTable, Trainer, attend, attention_mask, join_world, make_batch, make_plan, open_dataset, parse_args, rotary_table
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import ROOT, TINY, on_ranks, write_shard
+import harness
 import train_gpt
 from train_gpt import (Batch, Config, NgramTable, UserError, World, channel_bounds, join_world, ngram_addresses, parse_args,
                        sign_pool, sort_unique, zeros_where_touched)
@@ -281,14 +282,14 @@ def test_bf16_rows_round_the_float32_rule_and_repeat_bit_for_bit(kernel):
 
 def test_the_kernel_is_built_where_there_is_a_compiler():
     config = parse_args(table_flags())
-    assert (train_gpt.table_kernel(config, torch.device("cpu")) is not None) == (shutil.which("c++") is not None)
-    assert train_gpt.table_kernel(parse_args(table_flags(kernel=False)), torch.device("cpu")) is None
+    assert (harness.table_kernel(config, torch.device("cpu")) is not None) == (shutil.which("c++") is not None)
+    assert harness.table_kernel(parse_args(table_flags(kernel=False)), torch.device("cpu")) is None
 
 
 def test_without_a_compiler_the_run_goes_on(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(train_gpt, "cpu_name", lambda: f"never compiled for, {tmp_path}")
-    assert train_gpt.table_kernel(parse_args(table_flags()), torch.device("cpu")) is None
+    monkeypatch.setattr(harness, "cpu_name", lambda: f"never compiled for, {tmp_path}")
+    assert harness.table_kernel(parse_args(table_flags()), torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

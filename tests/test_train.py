@@ -425,7 +425,7 @@ def test_schedules():
 def test_stages_say_batch_position_and_learning_rate():
     config = parse_args(["--device=cpu", *TINY[2:], "--ngram_update_every=2", "--stages=1/3:1/2:8-16:0.5,1:1:16-32:1", "--cooldown=0"])
     assert [(stage.first, stage.end) for stage in config.stage_list] == [(0, 6), (6, 20)]  # 20 / 3, on an update's border
-    batches = [config.stage_list[config.stage(step)].batch_tokens for step in range(20)]
+    batches = [config.stage(step).batch_tokens for step in range(20)]
     assert batches == [768] * 6 + [1536] * 14
     assert [config.tokens_before(step) for step in range(21)] == [sum(batches[:step]) for step in range(21)]
     assert (lr_scale(5, config), lr_scale(6, config)) == (0.5, 1.0)
@@ -535,8 +535,11 @@ def test_log_holds_what_made_the_run(tiny, tmp_path):
     header = json.loads(re.match(r"run:(\{.*\})\n", text)[1])
     assert header["config"]["seed"] == 4 and header["world_size"] == 1 and header["device_name"] == "cpu"
     assert header["target_loss"] == 3.9 and header["clock"] == "train-only" and header["torch"] == torch.__version__
-    source = tmp_path / f"logs/train_gpt_{header['source_sha256'][:16]}.py"
-    assert source.read_bytes() == (ROOT / "train_gpt.py").read_bytes()
+    assert header["source_sha256"] == header["sources"]["train_gpt.py"]
+    for name in ("train_gpt.py", "harness.py", "table_kernel.cpp"):
+        stem, suffix = name.split(".")
+        copy = tmp_path / f"logs/{stem}_{header['sources'][name][:16]}.{suffix}"
+        assert copy.read_bytes() == (ROOT / name).read_bytes()
     values = re.findall(r"^step:(\d+)/20 val_loss:(\S+) train_time:(\d+)ms step_avg:(\S+)ms$", text, re.MULTILINE)
     assert [int(step) for step, *_ in values] == [0, 10, 20] and values[0][2:] == ("0", "nan")
     assert re.search(rf"^final step:20/20 val_loss:{final:.5f} train_time:{values[-1][2]}ms$", text, re.MULTILINE)
@@ -545,7 +548,7 @@ def test_log_holds_what_made_the_run(tiny, tmp_path):
         train_gpt.main([*tiny, "--run_id=abc"])
     train_gpt.main([*tiny, "--run_id=other", "--target_loss=0.1"])
     assert (tmp_path / "logs/other.txt").read_text().endswith("target val_loss:0.1 not met\n")
-    assert len(list((tmp_path / "logs").glob("*.py"))) == 1 and text == (tmp_path / "logs/abc.txt").read_text()
+    assert len(list((tmp_path / "logs").glob("*.py"))) == 2 and text == (tmp_path / "logs/abc.txt").read_text()
 
 
 def test_a_terminal_shows_one_live_line(tiny, tmp_path):
