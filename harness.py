@@ -621,7 +621,8 @@ class RunLog:
         folder = Path(config.out)
         stamp = f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
         self.run_id = config.run_id or stamp
-        path, sources = folder / f"{self.run_id}.txt", {name: Path(__file__).with_name(name).read_bytes() for name in SOURCES}
+        path, here = folder / f"{self.run_id}.txt", Path(__file__).parent
+        sources = {name: (here / name).read_bytes() for name in SOURCES if (here / name).exists()}  # the kernel is optional
         digests = {name: hashlib.sha256(source).hexdigest() for name, source in sources.items()}
         if config.eval_only:
             self.file = open(os.devnull, "w")  # an evaluation is no run
