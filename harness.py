@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+import unicodedata
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -275,7 +276,7 @@ def check_config(config: Config, tracks: dict, orders: dict) -> None:
             raise SharedError(f"--{name}: found {getattr(config, name)!r}, expected {expected}")
 
     for name in ("steps", "seq_len", "batch_tokens", "val_tokens", "layers", "model_dim", "heads", "head_chunk_tokens",
-                 "ngram_update_every", "epochs", "timeout_s", "log_every", "checkpoint_keep"):
+                 "ngram_update_every", "ngram_heads", "epochs", "timeout_s", "log_every", "checkpoint_keep"):
         need(getattr(config, name) >= 1, name, "at least 1")
     need(config.ranks == 0 or (config.ranks > 0 and config.dry_run), "ranks", "a number of ranks, together with --dry_run")
     need(not config.eval_only or config.resume, "eval_only", "--resume, which says what to evaluate")
@@ -298,6 +299,11 @@ def check_config(config: Config, tracks: dict, orders: dict) -> None:
     for name in ("dtype", "ngram_dtype"):
         need(getattr(config, name) in ("bfloat16", "float32"), name, "bfloat16 or float32")
     need(config.ngram_second_moment in ("row", "element"), "ngram_second_moment", "row or element")
+    for name, choices in (("ngram_combine", ("sum", "concat")), ("ngram_gate", ("scale", "context"))):
+        need(getattr(config, name) in choices, name, " or ".join(choices))
+    channels = len(config.ngram_orders) * config.ngram_heads
+    need(config.ngram_combine == "sum" or config.ngram_dim % channels == 0, "ngram_dim", f"a multiple of the {channels} slices (orders x heads)")
+    need(all(0 <= block < config.layers for block in config.ngram_layers), "ngram_layers", f"blocks from 0 to {config.layers - 1}")
     need(1 <= config.ngram_dim <= config.model_dim, "ngram_dim", f"1 to --model_dim={config.model_dim}")
     need(0 < len(config.ngram_orders) == len(set(config.ngram_orders)) and set(config.ngram_orders) <= orders.keys(), "ngram_orders",
          "different orders out of " + ",".join(map(str, orders)))
@@ -307,6 +313,7 @@ def check_config(config: Config, tracks: dict, orders: dict) -> None:
     for stage in config.stage_list:
         need(stage.first <= stage.end, "stages", "ends in the order of time")
         need(0 < stage.batch_tokens <= config.batch_tokens, "stages", "batches from one row to all of --batch_tokens")
+        need(0 < stage.length <= config.seq_len, "stages", f"segments from 1 token to --seq_len={config.seq_len}")
         need(0 < stage.windows[0] <= stage.windows[1], "stages", "windows of at least 1 token, the short one first")
     need(config.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
     need(config.ngram_rows > 0 or not config.table_report, "ngram_rows", "a table to report on")
@@ -433,6 +440,28 @@ def load_tokenizer(folder: str | Path):
                         f"shards again with `python data/text.py`") from None
 
 
+def canonical_ids(folder: str | Path, vocab_size: int) -> np.ndarray:
+    """int64 [vocab_size]: for each token id the smallest id whose text is the same but for case, accents and white space.
+
+    Engram's canonical ids (arXiv:2601.07372): NFKC, accents off, lower case, runs of white space to one blank. A token that is no whole
+    text, one that nothing is left of, and the document start stand alone. Raises UserError where no tokenizer lies beside the shards.
+    """
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None or tokenizer.n_vocab != vocab_size:
+        raise UserError(f"{folder}: found {'no' if tokenizer is None else 'another'} {TOKENIZER_FILE}, expected the one of the shards for "
+                        f"--ngram_canonical; make the shards with data/text.py")
+    first: dict[str, int] = {}
+    ids = np.arange(vocab_size)
+    for token in range(vocab_size - 1):
+        with suppress(UnicodeDecodeError):
+            text = unicodedata.normalize("NFKD", tokenizer.decode_single_token_bytes(token).decode())
+            text = "".join(c for c in text if not unicodedata.combining(c)).lower()
+            text = re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text))
+            if text:
+                ids[token] = first.setdefault(text, token)
+    return ids
+
+
 def tokenizer_for_samples(config: Config, vocab_size: int):
     """The tokenizer if the run will print text, None where ids must do. Raises UserError before a run that could not end well."""
     if not config.sample_tokens:
@@ -459,7 +488,7 @@ def plan_bytes(config, world: World, parameters: int, moments: int, vocab: int, 
     micro_tokens = max(config.micro_rows(size, stage.batch_tokens) for stage in config.stage_list) * config.seq_len
     per_token = config.layers * (22 * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
     plan = {
-        "dense_parameters": parameters, "table_parameters": config.ngram_rows * config.ngram_dim,
+        "dense_parameters": parameters, "table_parameters": config.ngram_rows * config.ngram_row_dim,
         "train_tokens_needed": config.tokens_before(config.steps) + 1, "train_tokens_on_disk": tokens_on_disk,
         "weights_and_gradients_bytes": 8 * parameters, "optimizer_bytes": 4 * (moments + parameters) // size,
         "warm_up_copy_bytes": 4 * (parameters + moments // size),
@@ -496,10 +525,11 @@ def step_time_bounds(config: Config, world: World, plan: dict) -> dict:
 
 def table_plan(config: Config, world: World, tokens_on_disk: int) -> dict:
     """The table's part of the plan. On the CPU rows and state count only as far as the run can touch them."""
-    size, reads = world.size, len(config.ngram_orders)
+    size, reads = world.size, len(config.ngram_orders) * config.ngram_heads
     shard = -(-config.ngram_rows // size)
-    row = config.ngram_dim * getattr(torch, config.ngram_dtype).itemsize
-    state = 4 + 4 * (1 if config.ngram_second_moment == "row" else config.ngram_dim)
+    dim = config.ngram_row_dim
+    row = dim * getattr(torch, config.ngram_dtype).itemsize
+    state = 4 + 4 * (1 if config.ngram_second_moment == "row" else dim)
     cycle_reads = -(-config.batch_tokens // config.seq_len // size) * config.seq_len * config.ngram_update_every * reads
     cycle_rows = min(config.ngram_rows, cycle_reads)
     rows_bytes, state_bytes = shard * row, shard * state
@@ -511,10 +541,10 @@ def table_plan(config: Config, world: World, tokens_on_disk: int) -> dict:
     exchanged = cycle_rows * (size - 1) // size
     return {
         "table_rows_bytes": rows_bytes, "table_state_bytes": state_bytes, "table_cache_bytes": 2 * cycle_rows * row * (size > 1),
-        "table_gradients_bytes": (1 + (size > 1)) * 4 * cycle_rows * config.ngram_dim,
-        "sign_pool_bytes": max(1, config.ngram_signs) * config.ngram_dim,
+        "table_gradients_bytes": (1 + (size > 1)) * 4 * cycle_rows * dim,
+        "sign_pool_bytes": max(1, config.ngram_signs) * dim,
         "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
-        "table_exchange_bytes_per_step": exchanged * (row + 4 * config.ngram_dim + 8) // config.ngram_update_every,
+        "table_exchange_bytes_per_step": exchanged * (row + 4 * dim + 8) // config.ngram_update_every,
     }
 
 

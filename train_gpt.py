@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import math
 import mmap
 import os
@@ -30,10 +31,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import ScalingType
 from torch.optim.adamw import adamw
 
 from harness import (Checkpoints, Clock, GPT2_VOCAB_SIZE, LossWatch, Progress, RunLog, Shard, SharedError, StopSignal,
-                     Stopped, TimeShare, UserError, World, check_config, check_fits, check_tokens, compiled_graphs,
+                     Stopped, TimeShare, UserError, World, canonical_ids, check_config, check_fits, check_tokens, compiled_graphs,
                      error_text, exit_status, find_checkpoint, fingerprints, flag, join_world, keep_freed_memory,
                      load_checkpoint, open_checkpoint, open_shard, parse_flags, peak_tflops, plan_bytes, plan_lines,
                      read_manifest, table_kernel, together, tokenizer_for_samples)
@@ -73,8 +75,8 @@ class Config:
     spread_rows: bool = flag(True, "take rows from all over the data in a fixed order, for unshuffled documents")
     seq_len: int = flag(128, "tokens a row")
     batch_tokens: int = flag(4096, "tokens a step over all ranks")
-    stages: str = flag("", "end:batch:short-long:lr,... until which part of the steps, which part of batch_tokens, which attention windows, "
-                           "what part of the learning rates; empty: one stage")
+    stages: str = flag("", "end:batch:short-long:lr[:length],... until which part of the steps, which part of batch_tokens, which attention "
+                           "windows, what part of the learning rates, segments of at most how many tokens; empty: one stage")
     micro_batch_tokens: int = flag(0, "tokens a rank holds in memory at once; 0: its whole share of a step")
     # evaluation
     val_tokens: int = flag(65_536, "validation tokens, whatever the number of ranks")
@@ -88,6 +90,7 @@ class Config:
     heads: int = flag(1, "attention heads; model_dim / heads is even")
     rotary_base: float = flag(10_000.0, "base of the rotary frequencies")
     head_chunk_tokens: int = flag(512, "tokens whose logits exist at once")
+    fp8_head: bool = flag(False, "make the logits by a product in float8 (their gradients stay in --dtype)")
     attn_gate: bool = flag(True, "scale each head's output by a gate on the block's input")
     smear: bool = flag(True, "mix a gated part of the previous token's embedding into each")
     skips: bool = flag(False, "add the input of each early block to that of its mirror image")
@@ -98,6 +101,11 @@ class Config:
     ngram_dim: int = flag(0, "width of a row, at most model_dim; 0: model_dim")
     ngram_orders: tuple = flag((2, 3), "orders of the hashed n-grams")
     ngram_split: tuple = flag((), "shares of the rows by order, e.g. 1,3; empty: equal")
+    ngram_heads: int = flag(1, "hashes an order, each with rows and multipliers of its own, and a prime modulus where there are several")
+    ngram_canonical: bool = flag(False, "hash classes of tokens that differ in case, accents or white space alone")
+    ngram_combine: str = flag("sum", "sum the rows of all hashes, or concat: each is a slice of ngram_dim")
+    ngram_gate: str = flag("scale", "what a block takes in: scale, a trained number times the memory, or context, a gated projection of it")
+    ngram_layers: tuple = flag((), "blocks, counted from 0, that take the memory in; empty: all")
     ngram_signs: int = flag(8192, "sign patterns in the pool; 0: no signs")
     ngram_dtype: str = flag("bfloat16", "type of the rows: bfloat16 or float32")
     ngram_second_moment: str = flag("row", "second moment of the row-sparse Adam: one a row, or one an element")
@@ -130,7 +138,7 @@ class Config:
         check_config(self, TRACKS, ROW_MULTIPLIERS)
         smallest = min(high - low for low, high in channel_bounds(self)) if self.ngram_rows else 2
         if smallest < 2:
-            raise SharedError(f"--ngram_rows: found {self.ngram_rows}, expected at least 2 rows an order, one being reserved (found {smallest})")
+            raise SharedError(f"--ngram_rows: found {self.ngram_rows}, expected at least 2 rows a hash, one being reserved (found {smallest})")
 
     @functools.cached_property
     def stage_list(self) -> tuple[Stage, ...]:
@@ -138,12 +146,13 @@ class Config:
         stages, first, every = [], 0, self.ngram_update_every
         for text in (self.stages or f"1:1:{self.seq_len}-{self.seq_len}:1").split(","):
             try:
-                end, batch, windows, lr = text.split(":")
+                end, batch, windows, lr, *length = text.split(":")
                 last = min(self.steps, round(Fraction(end) * self.steps / every) * every) if Fraction(end) < 1 else self.steps
                 rows = int(Fraction(batch) * self.batch_tokens) // self.seq_len
-                stages.append(Stage(first, last, rows * self.seq_len, tuple(map(int, windows.split("-", 1))), float(lr)))
-            except (ValueError, ZeroDivisionError):
-                raise SharedError(f"--stages: found {text!r}, expected end:batch:short-long:lr, as in 1/3:1/2:384-896:0.6") from None
+                stages.append(Stage(first, last, rows * self.seq_len, tuple(map(int, windows.split("-", 1))), float(lr),
+                                    *(map(int, length) if length else (self.seq_len,))))
+            except (ValueError, TypeError, ZeroDivisionError):
+                raise SharedError(f"--stages: found {text!r}, expected end:batch:short-long:lr[:length], as in 1/3:1/2:384-896:0.6") from None
             first = last
         return tuple(stages)
 
@@ -165,6 +174,15 @@ class Config:
         return -(-share // parts)
 
     @property
+    def ngram_row_dim(self) -> int:
+        """Width of a row of the table."""
+        return self.ngram_dim // (len(self.ngram_orders) * self.ngram_heads) if self.ngram_combine == "concat" else self.ngram_dim
+
+    @property
+    def memory_layers(self) -> tuple[int, ...]:
+        return self.ngram_layers or tuple(range(self.layers))
+
+    @property
     def untie_step(self) -> int:
         """From this step on head and embedding are two matrices; an update cycle of the table begins with it."""
         return -(-int(self.tie_until * self.steps) // self.ngram_update_every) * self.ngram_update_every
@@ -172,12 +190,14 @@ class Config:
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps [first, end) of a run with their batch, their attention windows (short and long, in tokens) and learning rate factor."""
+    """Steps [first, end) of a run with their batch, their attention windows (short and long, in tokens), learning rate factor, and
+    the most tokens of a segment: a shorter sequence is a row with more segments, so that no shape ever changes."""
     first: int
     end: int
     batch_tokens: int
     windows: tuple[int, int]
     lr: float
+    length: int
 
 
 TRACKS = {
@@ -302,6 +322,11 @@ class Dataset:
     val: TokenStream
     vocab_size: int
     doc_start: int
+    canonical: Tensor | None  # int64 [vocab_size]: with --ngram_canonical, the class of each token
+
+    def classes(self, tokens: Tensor) -> Tensor:
+        """What the table hashes in place of the tokens."""
+        return tokens if self.canonical is None else self.canonical[tokens]
 
 
 def open_dataset(config: Config) -> Dataset:
@@ -321,7 +346,8 @@ def open_dataset(config: Config) -> Dataset:
                             f"expected {first.vocab_size} and {first.doc_start} as in {first.path}; keep one data set a folder")
     train = TokenStream(found["train"], config.seq_len, config.spread_rows)
     val = TokenStream(found["val"][:1], config.seq_len, config.spread_rows)  # by name: the first, however many were fetched
-    return Dataset(train, val, first.vocab_size, first.doc_start)
+    canonical = torch.from_numpy(canonical_ids(config.data, first.vocab_size)) if config.ngram_canonical else None
+    return Dataset(train, val, first.vocab_size, first.doc_start, canonical)
 
 
 @dataclass
@@ -341,24 +367,26 @@ def to_device(holder, device: torch.device):
     return with_tensors(holder, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int) -> Batch:
+def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int, length: int | None = None) -> Batch:
     """rows int64 [n, seq_len + 1] -> Batch of ceil(count / micro_rows) micro-batches, the missing rows padded.
 
-    A segment begins at each document start and at each row's first token; nothing of a row depends on another row.
+    A segment begins at each document start, at each row's first token, and every `length` tokens of the row; nothing of a segment
+    depends on another.
     """
     micro_batches = -(-count // micro_rows)
     missing = micro_batches * micro_rows - len(rows)
     tokens = F.pad(rows[:, :-1], (0, 0, 0, missing), value=doc_start)
     targets = F.pad(rows[:, 1:], (0, 0, 0, missing), value=-1)
     starts = tokens == doc_start
-    starts[:, 0] = True
+    starts[:, ::length or starts.shape[1]] = True
     return Batch(*(t.reshape(micro_batches, micro_rows, -1) for t in (tokens, targets, starts)))
 
 
-def rank_batch(stream: TokenStream, first_row: int, num_rows: int, micro_rows: int, doc_start: int, world: World) -> Batch:
+def rank_batch(stream: TokenStream, first_row: int, num_rows: int, micro_rows: int, doc_start: int, world: World,
+               length: int | None = None) -> Batch:
     """This rank's slice of rows [first_row, first_row + num_rows) of the stream; all ranks get as many micro-batches."""
     first, last = world.share(num_rows)
-    return make_batch(stream.read(first_row + first, last - first), -(-num_rows // world.size), micro_rows, doc_start)
+    return make_batch(stream.read(first_row + first, last - first), -(-num_rows // world.size), micro_rows, doc_start, length)
 
 
 def load_ahead(prepare, calls: range, ahead: int = 4):
@@ -393,10 +421,37 @@ MAX_MESSAGE_BYTES = 1 << 30  # NCCL and gloo count a message in 32 bits somewher
 
 
 def channel_bounds(config: Config) -> list[tuple[int, int]]:
-    """[first, last) row of each order's channel; the last row of each is reserved for positions without history."""
-    shares = config.ngram_split or (1,) * len(config.ngram_orders)
+    """[first, last) row of each channel, orders first, then heads; the last row of each is reserved for positions without history."""
+    shares, heads = config.ngram_split or (1,) * len(config.ngram_orders), config.ngram_heads
     cuts = [config.ngram_rows * sum(shares[:c]) // sum(shares) for c in range(len(shares) + 1)]
-    return list(zip(cuts, cuts[1:]))
+    return [(low + (high - low) * head // heads, low + (high - low) * (head + 1) // heads)
+            for low, high in zip(cuts, cuts[1:]) for head in range(heads)]
+
+
+@functools.cache
+def channel_hash(order: int, head: int, heads: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Row and sign multipliers of a channel, and the modulus of its row hash, for `rows` that are not reserved.
+
+    The first head has the record's multipliers; one head alone has its modulus too, all rows; several have the largest prime below.
+    """
+    if heads == 1:
+        return ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order], rows
+    modulus = next(n for n in range(rows, 0, -1) if n < 4 or all(n % d for d in range(2, math.isqrt(n) + 1)))
+    if head == 0:
+        return ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order], modulus
+    generator = torch.Generator().manual_seed(SIGN_POOL_SEED + 1000 * order + head)
+    drawn = (torch.randint(1 << 15, (2, order), generator=generator) * 2 + 1).tolist()  # odd and below 2^16, as the others
+    return tuple(drawn[0]), tuple(drawn[1]), modulus
+
+
+def hash_lines(config: Config) -> list[str]:
+    """What the plan says of each hash, where there is more than the record's one an order."""
+    if not config.ngram_rows or config.ngram_heads == 1:
+        return []
+    channels = zip(itertools.product(config.ngram_orders, range(config.ngram_heads)), channel_bounds(config))
+    return [f"  order {order}, head {head}: rows {low:,} to {high - 1:,}, modulus {modulus:,}, multipliers {rows}, of signs {signs}"
+            for (order, head), (low, high) in channels
+            for rows, signs, modulus in [channel_hash(order, head, config.ngram_heads, high - low - 1)]]
 
 
 def predecessors(segment_starts: Tensor) -> Tensor:
@@ -409,27 +464,28 @@ def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> t
     """Row and sign-pattern numbers of every position's n-grams.
 
     tokens int64 [T], ids below 2^16; segment_starts bool [T], where position 0 counts as a start. Returns (rows, signs), both
-    int64 [C, T] with C orders. The n-gram at t ends with tokens[t] and reads nothing before its segment. Exact integers.
+    int64 [C, T] with C = orders x heads. The n-gram at t ends with tokens[t] and reads nothing before its segment. Exact integers.
     """
     history, rows, signs = predecessors(segment_starts), [], []
-    for order, (low, high) in zip(config.ngram_orders, channel_bounds(config)):
+    for (order, head), (low, high) in zip(itertools.product(config.ngram_orders, range(config.ngram_heads)), channel_bounds(config)):
         row_hash, sign_hash = torch.zeros_like(tokens), torch.zeros_like(tokens)
-        for back, (row_factor, sign_factor) in enumerate(zip(ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order])):
+        row_factors, sign_factors, modulus = channel_hash(order, head, config.ngram_heads, high - low - 1)
+        for back, (row_factor, sign_factor) in enumerate(zip(row_factors, sign_factors)):
             token = tokens.roll(back)  # what it wraps around is masked below
             row_hash ^= row_factor * token
             sign_hash ^= sign_factor * token
         complete = history >= order - 1
-        rows.append(torch.where(complete, low + row_hash % (high - low - 1), high - 1))
+        rows.append(torch.where(complete, low + row_hash % modulus, high - 1))
         signs.append(torch.where(complete, sign_hash % max(1, config.ngram_signs), 0))
     return torch.stack(rows), torch.stack(signs)
 
 
 def sign_pool(config: Config, dtype: torch.dtype) -> Tensor:
-    """[signs, ngram_dim] of +-1, the same on every rank, world size and seed; a single pattern of +1 where signs is 0."""
+    """[signs, ngram_row_dim] of +-1, the same on every rank, world size and seed; a single pattern of +1 where signs is 0."""
     if config.ngram_signs == 0:
-        return torch.ones(1, config.ngram_dim, dtype=dtype)
+        return torch.ones(1, config.ngram_row_dim, dtype=dtype)
     generator = torch.Generator().manual_seed(SIGN_POOL_SEED)
-    bits = torch.randint(0, 2, (config.ngram_signs, config.ngram_dim), generator=generator, dtype=torch.int8)
+    bits = torch.randint(0, 2, (config.ngram_signs, config.ngram_row_dim), generator=generator, dtype=torch.int8)
     return (2 * bits - 1).to(dtype)
 
 
@@ -512,7 +568,7 @@ class Cycle:
     """What one rank must know to read the table for the U steps of an update cycle, and to serve and update its shard.
 
     Made ahead on the CPU from tokens alone. Row numbers within a shard are local; "served" rows lie grouped by asking rank,
-    each group sorted; T is the rank's tokens a step, padding included.
+    each group sorted; T is the rank's tokens a step, padding included. Where rows are slices of the memory, C is 1 and T counts slices.
     """
     slots: Tensor  # int64 [U, C, T]: index of each read among the rank's own unique rows of the cycle
     reads: Tensor  # int64 [U, C, T]: index of each read in what `fetch` returns
@@ -529,8 +585,8 @@ class Cycle:
 class NgramTable:
     """A rank's shard of the table with the state of its row-sparse Adam, and the exchange of rows with the other ranks."""
 
-    def __init__(self, config: Config, world: World):
-        self.config, self.world = config, world
+    def __init__(self, config: Config, world: World, classes=lambda tokens: tokens):
+        self.config, self.world, self.classes = config, world, classes  # classes: what is hashed in place of the tokens
         # The CPU's kernel sums in float32.
         self.read_dtype = torch.float32 if world.device.type == "cpu" else getattr(torch, config.dtype)
         self.first_row, last_row = world.share(config.ngram_rows)
@@ -538,9 +594,9 @@ class NgramTable:
         self.owner_cuts = np.array([world.share(config.ngram_rows, rank)[1] for rank in range(world.size)])
         # Blocks keep temporaries near the CPU (8 MB; 1 MB is slower, since index_add_ runs in parallel only on long blocks);
         # a GPU wants few launches.
-        self.block = max(1, (1 << 21) // config.ngram_dim) if world.device.type == "cpu" else 1 << 15
+        self.block = max(1, (1 << 21) // config.ngram_row_dim) if world.device.type == "cpu" else 1 << 15
         self.max_message_bytes = MAX_MESSAGE_BYTES
-        dtype, dim = getattr(torch, config.ngram_dtype), config.ngram_dim
+        dtype, dim = getattr(torch, config.ngram_dtype), config.ngram_row_dim
         self.rows = zeros_where_touched((num_rows, dim), dtype, world.device)
         second_shape = (num_rows,) if config.ngram_second_moment == "row" else (num_rows, dim)
         self.second = zeros_where_touched(second_shape, torch.float32, world.device)
@@ -556,8 +612,10 @@ class NgramTable:
 
         more_rows int64 [k]: rows that the rank shall ask for besides, having a gradient for them already.
         """
-        addresses = [ngram_addresses(b.tokens.flatten(), b.starts.flatten(), self.config) for b in batches]
+        addresses = [ngram_addresses(self.classes(b.tokens.flatten()), b.starts.flatten(), self.config) for b in batches]
         rows, signs = (torch.stack(parts) for parts in zip(*addresses))
+        if self.config.ngram_combine == "concat":  # slices of a position stand behind each other: positions of one channel
+            rows, signs = (numbers.mT.flatten(1)[:, None] for numbers in (rows, signs))
         return self.route(rows, signs, group, more_rows)
 
     def route(self, rows: Tensor, signs: Tensor, group: dist.ProcessGroup | None = None, more_rows: Tensor | None = None) -> Cycle:
@@ -573,11 +631,11 @@ class NgramTable:
         asked = torch.from_numpy(asked)
         served = exchange_rows(asked, ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
         owned, owned_slots = sort_unique(served.numpy())
-        heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_dim * 4
+        heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_row_dim * 4
         slots = torch.from_numpy(slots)[:rows.numel()].view(rows.shape)
         return Cycle(slots, rows if self.world.size == 1 else slots, signs, asked, ask_counts.tolist(), serve_counts, served,
                      torch.from_numpy(owned), torch.from_numpy(owned_slots),
-                     pieces=min(self.config.ngram_dim, max(1, -(-heaviest // self.max_message_bytes))))
+                     pieces=min(self.config.ngram_row_dim, max(1, -(-heaviest // self.max_message_bytes))))
 
     # -- reading and updating: in the training thread -------------------------------------------------------------------
 
@@ -823,19 +881,33 @@ class Block(nn.Module):
         return F.linear(y.transpose(1, 2).reshape(batch, length, dim), self.attn_out.to(x.dtype))
 
 
+def float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in float8 e4m3 and the float32 scale that gives it back: its largest magnitude becomes the type's, 448."""
+    scale = x.abs().amax().float().clamp(min=1e-12) / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
 class SoftcappedLoss(torch.autograd.Function):
     """Head, softcap and cross-entropy in chunks of tokens, gradients made in the same pass; logits never exist whole.
 
-    x [T, D], weight float32 [V, D], targets int64 [T] (-1: no loss) -> float32 sum of the losses in nats.
+    x [T, D], weight float32 [V, D], targets int64 [T] (-1: no loss) -> float32 sum of the losses in nats. With `fp8` the product that
+    makes the logits is one of float8, each factor scaled by its largest entry.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, fp8: bool) -> Tensor:
         loss, head, training = torch.zeros((), device=x.device), weight.to(x.dtype), ctx.needs_input_grad[0]
         x_grad, weight_grad = (torch.empty_like(x), torch.zeros_like(weight)) if training else (None, None)
+        head8, head_scale = float8(head) if fp8 else (None, None)
         for low in range(0, len(x), chunk):
             part, target = x[low:low + chunk], targets[low:low + chunk, None]
-            gate = F.linear(part / 7.5, head).float().add_(5 / 7.5).sigmoid_()
+            if fp8:
+                part8, scale = float8(part)
+                logits = F.scaled_mm(part8, head8.mT, scale / 7.5, ScalingType.TensorWise, head_scale, ScalingType.TensorWise,
+                                     output_dtype=x.dtype)
+            else:
+                logits = F.linear(part / 7.5, head)
+            gate = logits.float().add_(5 / 7.5).sigmoid_()
             probability = (gate * SOFTCAP).softmax(-1)
             index, counted = target.clamp(min=0), (target >= 0).to(x.dtype)
             loss -= (probability.gather(1, index).log() * counted).sum()
@@ -852,7 +924,7 @@ class SoftcappedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_grad: Tensor):
         x_grad, weight_grad = ctx.saved_tensors
-        return x_grad * loss_grad.to(x_grad.dtype), weight_grad * loss_grad, None, None
+        return x_grad * loss_grad.to(x_grad.dtype), weight_grad * loss_grad, None, None, None
 
 
 # =====================================================================================================================
@@ -882,7 +954,10 @@ class GPT(nn.Module):
         if config.value_embeds:
             self.value_embeds = nn.Parameter(torch.zeros(len(config.value_embeds), padded_vocab, config.model_dim))
         if config.ngram_rows:
-            self.ngram_scales = nn.Parameter(torch.full((config.layers,), 0.05))
+            self.ngram_scales = nn.Parameter(torch.full((len(config.memory_layers),), 0.05))
+            if config.ngram_gate == "context":
+                self.ngram_keys = nn.Parameter(torch.empty(len(config.memory_layers), config.model_dim, config.ngram_dim))
+                self.ngram_values = nn.Parameter(torch.empty_like(self.ngram_keys))
         if not self.embed.is_meta:
             self.init_weights(torch.Generator().manual_seed(config.seed))
 
@@ -893,12 +968,30 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.qkv.uniform_(-bound, bound, generator=generator)
             block.mlp_up.uniform_(-bound, bound, generator=generator)
+        if self.config.ngram_rows and self.config.ngram_gate == "context":
+            bound = (3 / self.config.ngram_dim) ** 0.5
+            self.ngram_keys.uniform_(-bound, bound, generator=generator)
+            self.ngram_values.uniform_(-bound, bound, generator=generator)
+
+    def take_in(self, x: Tensor, memory: Tensor, k: int) -> Tensor:
+        """Add the memory to the stream, as the k-th of the blocks that do.
+
+        scale: a trained number times it. context (Engram, arXiv:2601.07372, equation of its gate): the number times
+        sigmoid(RMSNorm(x) . RMSNorm(W_K e) / sqrt(d)) W_V e, so that a row which does not fit where it is read stays out.
+        """
+        scale = self.ngram_scales[k].to(x.dtype)
+        if self.config.ngram_gate == "scale":
+            return torch.addcmul(x, memory, scale)
+        key, value = (F.linear(memory, weight[k].to(x.dtype)) for weight in (self.ngram_keys, self.ngram_values))
+        fit = (RMSNorm.apply(x) * RMSNorm.apply(key)).sum(-1, keepdim=True) * x.shape[-1] ** -0.5
+        return x + scale * torch.sigmoid(fit) * value
 
     def hidden(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, masks: tuple, rotary: Tensor) -> Tensor:
         """tokens int64 [B, L], starts bool [B, L], masks (short, long), memory [B, L, ngram_dim] -> [B, L, model_dim]."""
         x = first = RMSNorm.apply(F.embedding(tokens, self.embed).to(self.dtype))
         if memory is not None:
-            memory = F.pad(memory.to(x.dtype), (0, x.shape[-1] - memory.shape[-1]))
+            wider = x.shape[-1] - memory.shape[-1] if self.config.ngram_gate == "scale" else 0
+            memory = F.pad(memory.to(x.dtype), (0, wider))
         if self.config.smear:
             previous = F.pad(x[:, :-1], (0, 0, 1, 0)).masked_fill(starts[..., None], 0)
             x = first = x + self.smear_scales.to(x.dtype) * gate(x, self.smear_gate).squeeze(1) * previous
@@ -913,8 +1006,8 @@ class GPT(nn.Module):
             if i in self.config.value_embeds:
                 value_embed = F.embedding(tokens, self.value_embeds[self.config.value_embeds.index(i)]).to(x.dtype)
             x = torch.addcmul(x, first, self.embed_scales[i].to(x.dtype))
-            if memory is not None:
-                x = torch.addcmul(x, memory, self.ngram_scales[i].to(x.dtype))
+            if memory is not None and i in self.config.memory_layers:
+                x = self.take_in(x, memory, self.config.memory_layers.index(i))
             x = block(x, masks[is_long(i, self.config.layers)], rotary, value_embed)
         return RMSNorm.apply(x)
 
@@ -923,7 +1016,7 @@ class GPT(nn.Module):
         """Float32 sum of the losses, in nats, over the positions whose target int64 [B, L] is not -1."""
         x = self.hidden(tokens, starts, memory, masks, rotary)
         head = self.embed if tied else self.head
-        return SoftcappedLoss.apply(x.flatten(0, 1), head, targets.flatten(), self.config.head_chunk_tokens)
+        return SoftcappedLoss.apply(x.flatten(0, 1), head, targets.flatten(), self.config.head_chunk_tokens, self.config.fp8_head)
 
     def logits(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, masks: tuple, rotary: Tensor, tied: bool) -> Tensor:
         """Float32 [B, padded vocabulary] at the last position, for sampling."""
@@ -1000,6 +1093,8 @@ RULES = {  # parameter name pattern -> rule; exactly one must match each paramet
     "embed": Rule("adam"),
     "head": Rule("adam"),
     "value_embeds": Rule("adam"),
+    "ngram_keys": Rule("muon"),
+    "ngram_values": Rule("muon"),
     "*_gate": Rule("adam", wd=0.0),
     "*_scales": Rule("adam", wd=0.0),
 }
@@ -1195,17 +1290,19 @@ def ngram_keys(tokens: Tensor, starts: Tensor, order: int) -> tuple[np.ndarray, 
     return keys.numpy(), (predecessors(starts.flatten()) >= order - 1).numpy()
 
 
-def table_report(config: Config, stream: TokenStream, doc_start: int, world_size: int) -> list[str]:
+def table_report(config: Config, dataset: Dataset, world_size: int) -> list[str]:
     """Distinct n-grams, used rows and colliding reads of each order, and the rows' spread over owners, for the run's tokens."""
+    stream = dataset.train
     count = min(config.tokens_before(config.steps) // config.seq_len, stream.num_rows, max(1, REPORT_TOKENS // config.seq_len))
-    batch = make_batch(stream.read(0, count), count, count, doc_start)
-    tokens = batch.tokens.flatten()
+    batch = make_batch(stream.read(0, count), count, count, dataset.doc_start)
+    tokens = dataset.classes(batch.tokens.flatten())
     rows, _ = ngram_addresses(tokens, batch.starts.flatten(), config)
     lines = [f"table report over {len(tokens):,} of the run's {config.tokens_before(config.steps):,} tokens: "
              f"{config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
     owner_ends = [(rank + 1) * config.ngram_rows // world_size for rank in range(world_size)]
     owner_rows = 0
-    for order, (low, high), row in zip(config.ngram_orders, channel_bounds(config), rows):
+    orders = (order for order in config.ngram_orders for _ in range(config.ngram_heads))
+    for order, (low, high), row in zip(orders, channel_bounds(config), rows):
         ngram, complete = ngram_keys(tokens, batch.starts, order)
         ngram = ngram[complete]
         used, slots = sort_unique(row.numpy()[complete])
@@ -1231,7 +1328,7 @@ class Trainer:
     def __init__(self, config: Config, world: World, dataset: Dataset):
         self.config, self.world, self.dataset = config, world, dataset
         self.model = GPT(config, dataset.vocab_size).to(world.device)
-        self.table = NgramTable(config, world) if config.ngram_rows else None
+        self.table = NgramTable(config, world, dataset.classes) if config.ngram_rows else None
         self.optimizer = Optimizer(self.model, config, world)
         self.forward = torch.compile(self.model, dynamic=False, fullgraph=True) if config.compile else self.model
         self.rotary = [rotary_table(config, i).to(world.device) for i in range(len(config.stage_list))]
@@ -1247,10 +1344,10 @@ class Trainer:
     def prepare(self, cycle: int) -> tuple[list[Batch], Cycle | None]:
         """The batches of an update cycle and the table's plan for them: a function of the cycle's number alone."""
         config, world = self.config, self.world
-        batch_tokens = config.stage(cycle * config.ngram_update_every).batch_tokens
-        rows, micro_rows = batch_tokens // config.seq_len, config.micro_rows(world.size, batch_tokens)
+        stage = config.stage(cycle * config.ngram_update_every)
+        rows, micro_rows = stage.batch_tokens // config.seq_len, config.micro_rows(world.size, stage.batch_tokens)
         batches = [rank_batch(self.dataset.train, config.tokens_before(step) // config.seq_len, rows, micro_rows,
-                              self.dataset.doc_start, world) for step in cycle_steps(cycle, config)]
+                              self.dataset.doc_start, world, stage.length) for step in cycle_steps(cycle, config)]
         carried = self.carried  # which the training thread empties
         carried_rows = carried[1] if carried and carried[0] == cycle else None
         plan = self.table and self.table.plan(batches, world.loader_group, carried_rows)
@@ -1272,7 +1369,7 @@ class Trainer:
     def begin_cycle(self, plan: Cycle) -> None:
         """Fetch the cycle's rows, and make room for their gradients, which begin with those of a resumed cycle."""
         self.asked, self.fetched = plan.asked, self.table.fetch(plan)
-        self.table_grads = torch.empty(len(plan.asked), self.config.ngram_dim, device=self.world.device)
+        self.table_grads = torch.empty(len(plan.asked), self.config.ngram_row_dim, device=self.world.device)
         if self.carried:
             ids, grads = (tensor.to(self.world.device) for tensor in self.carried[1:])
             self.table_grads.zero_().index_add_(0, torch.searchsorted(self.asked, ids), grads)
@@ -1287,7 +1384,7 @@ class Trainer:
     def carry_on(self, step: int, parts: list[dict]) -> None:
         """Take such gradients, of the ranks that this one stands for, to go on with the cycle."""
         if step % self.config.ngram_update_every and step < self.config.steps:
-            none = {"ids": torch.empty(0, dtype=torch.int64), "grads": torch.empty(0, self.config.ngram_dim)}
+            none = {"ids": torch.empty(0, dtype=torch.int64), "grads": torch.empty(0, self.config.ngram_row_dim)}
             self.carried = (step // self.config.ngram_update_every, *(torch.cat([part[key] for part in (none, *parts)])
                                                                        for key in ("ids", "grads")))
 
@@ -1304,7 +1401,8 @@ class Trainer:
         for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
             memory = None
             if table:
-                cut = slice(m * tokens.numel(), (m + 1) * tokens.numel())
+                reads_a_part = plan.reads.shape[-1] // len(batch.tokens)
+                cut = slice(m * reads_a_part, (m + 1) * reads_a_part)
                 slots, reads, signs = (numbers[index][:, cut] for numbers in (plan.slots, plan.reads, plan.signs))
                 with self.table_time:
                     memory = table.read(self.fetched, reads, signs).view(*tokens.shape, -1).requires_grad_()
@@ -1312,7 +1410,7 @@ class Trainer:
             loss.backward()
             if table:
                 with self.table_time:
-                    table.add_grad(self.table_grads, slots, signs, memory.grad.flatten(0, 1), fresh=index == m == 0)
+                    table.add_grad(self.table_grads, slots, signs, memory.grad.view(-1, config.ngram_row_dim), fresh=index == m == 0)
             sums[0] += loss.detach() / batch_tokens
         scale = lr_scale(step, config)
         if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
@@ -1371,10 +1469,10 @@ class Trainer:
         rows = min(config.tokens_before(step) // config.seq_len, stream.num_rows)
         trained = make_batch(stream.read(0, rows), rows, max(1, rows), self.dataset.doc_start)
         for order in config.ngram_orders:
-            keys, complete = ngram_keys(trained.tokens, trained.starts, order)
+            keys, complete = ngram_keys(self.dataset.classes(trained.tokens), trained.starts, order)
             known, val = np.unique(keys[complete]), []
             for batch, plan in self.val:
-                keys, complete = ngram_keys(batch.tokens, batch.starts, order)
+                keys, complete = ngram_keys(self.dataset.classes(batch.tokens), batch.starts, order)
                 seen = torch.from_numpy(complete & np.isin(keys, known)).view(batch.targets.shape)
                 val.append((replace(batch, targets=batch.targets.where(seen, -1)), plan))
             loss, seen = self.val_losses(step, val)
@@ -1469,7 +1567,7 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
             failed = error
     log.sample(trainer, tokenizer, config.steps)
     if trainer.table and log.main:
-        for line in table_report(config, trainer.dataset.train, trainer.dataset.doc_start, world.size):
+        for line in table_report(config, trainer.dataset, world.size):
             log.line(line)
     flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens * flops_per_token(config, vocab, stage.windows)
                 for stage in config.stage_list)
@@ -1507,9 +1605,9 @@ def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float
         dataset = together(world, lambda: open_dataset(config))
         plan = make_plan(config, world, dataset.vocab_size, dataset.train.num_tokens)
         if world.main:
-            print("\n".join(plan_lines(plan, world)), flush=True)
+            print("\n".join(plan_lines(plan, world) + hash_lines(config)), flush=True)
         if config.table_report and world.main:
-            print("\n".join(table_report(config, dataset.train, dataset.doc_start, world.size)))
+            print("\n".join(table_report(config, dataset, world.size)))
         if config.dry_run or config.table_report:
             return math.nan
         if world.device.type == "cpu":
@@ -1538,6 +1636,8 @@ def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, l
     dist.broadcast_object_list(run_ids)
     if trainer.table and trainer.table.kernel is None and config.ngram_kernel and config.device == "cpu":
         log.line("the table's kernel did not compile (is there a C++ compiler, `c++`?); tensor operations do its work, slower")
+    if dataset.canonical is not None:
+        log.line(f"canonical ids: {len(dataset.canonical.unique()):,} classes of {dataset.vocab_size:,} tokens")
     if not config.eval_only:
         trainer.warm_up()
     if resumed:

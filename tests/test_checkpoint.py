@@ -322,7 +322,8 @@ FIXED = dict(track="fineweb", seed=1, spread_rows=False, dtype="bfloat16", seq_l
              ngram_dtype="bfloat16", ngram_second_moment="row", ngram_lr=0.5, ngram_beta2=0.9, ngram_wd=0.0, ngram_update_every=2,
              steps=8, muon_lr=0.5, muon_momentum=0.9, muon_momentum_steps=9, adam_lr=0.5, adam_beta1=0.5, adam_beta2=0.5, weight_decay=0.5,
              cooldown=0.5, final_lr=0.5, stages="0.5:1/2:8-16:1,1:1:16-32:1", attn_gate=False, smear=False, skips=True,
-             value_embeds="1", tie_until=0.5, muon_momentum_cooldown=3, muon_beta2=0.9)
+             value_embeds="1", tie_until=0.5, muon_momentum_cooldown=3, muon_beta2=0.9,
+             ngram_heads=2, ngram_canonical=True, ngram_combine="concat", ngram_gate="context", ngram_layers="1", fp8_head=True)
 FREE = dict(device="cpu", run_id="other", out="other", log_every=9, dry_run=True, table_report=True, compile=True, warmup_steps=1,
             timeout_s=9, checkpoint=True, checkpoint_every=9, checkpoint_keep=9, eval_only=True, data="other", epochs=9,
             micro_batch_tokens=96, val_tokens=64, val_every=9, target_loss=0.5, sample="other", sample_tokens=9, head_chunk_tokens=9,

@@ -194,7 +194,7 @@ def test_loss_equals_cross_entropy_of_softcapped_logits(chunk):
     x, weight = torch.randn(20, 8, generator=generator), 3 * torch.randn(13, 8, generator=generator)
     targets = torch.randint(-1, 13, (20,), generator=generator)
     a, wa, b, wb = (t.clone().requires_grad_() for t in (x, weight, x, weight))
-    loss = SoftcappedLoss.apply(a, wa, targets, chunk)
+    loss = SoftcappedLoss.apply(a, wa, targets, chunk, False)
     expected = F.cross_entropy(23 * torch.sigmoid((b @ wb.T + 5) / 7.5), targets, ignore_index=-1, reduction="sum")
     (2 * loss).backward(), (2 * expected).backward()
     torch.testing.assert_close(loss, expected)
@@ -737,12 +737,13 @@ def test_table_report_counts_exactly(stream_of, tmp_path):
     tokens = np.array([9, 1, 2, 1, 2, 3, 1, 2, 9, 1, 2, 3, 3])
     shard = open_shard(write_shard(tmp_path / "r_train_1.bin", tokens, 10, 9))
     config = Config(seq_len=12, batch_tokens=12, val_tokens=12, steps=1, ngram_rows=2_000_000)
-    lines = table_report(config, TokenStream([shard], 12, False), 9, 2)
+    dataset = train_gpt.Dataset(TokenStream([shard], 12, False), None, 10, 9, None)
+    lines = table_report(config, dataset, 2)
     # Pairs inside segments: 91 12 21 12 23 31 12 | 91 12 23 -> 91 12 21 23 31; triples: 912 121 212 123 231 312 | 912 123.
     assert "order 2: 5 distinct n-grams in 10 reads; 5 of 1,000,000 rows used (0.0%); 0.0% of reads share" in lines[1]
     assert "order 3: 6 distinct n-grams in 8 reads; 6 of" in lines[2]
     assert "used rows by owner: 5 to 6" in lines[3]
-    crowded = table_report(dataclasses.replace(config, ngram_rows=4), TokenStream([shard], 12, False), 9, 1)
+    crowded = table_report(dataclasses.replace(config, ngram_rows=4), dataset, 1)
     assert "1 of 2 rows used (50.0%); 100.0% of reads share" in crowded[1]
 
 
