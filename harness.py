@@ -1,5 +1,6 @@
 """What train_gpt.py needs around it, and what decides no number of a run: errors and ranks, signals, flags, shards on disk, the
-tokenizer, the plan, the log, checkpoints, clocks. Nothing here imports train_gpt.py; `config` is its Config.
+tokenizer, the plan, the log, checkpoints, clocks. Nothing here imports train_gpt.py: `config`, `dataset` and `trainer` are handed in, its
+Config, Dataset and Trainer.
 """
 from __future__ import annotations
 
@@ -29,16 +30,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-if TYPE_CHECKING:
-    from train_gpt import Config, Dataset, Trainer
 
 
 # =====================================================================================================================
@@ -121,7 +118,7 @@ class World:
 
 
 @contextmanager
-def join_world(config: Config):
+def join_world(config):
     """Join torchrun's processes, or make a world of one; yields World and leaves the process group at the end."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -269,7 +266,7 @@ def parse_flags(config_class, argv: list[str], description: str) -> dict:
     return vars(parser.parse_args([re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), argument) for argument in argv]))
 
 
-def check_config(config: Config, tracks: dict, orders: dict) -> None:
+def check_config(config, tracks: dict, orders: dict) -> None:
     """Raise SharedError for the first value that cannot be: of which flag, what was found, what was expected."""
     def need(ok: bool, name: str, expected: str):
         if not ok:
@@ -384,7 +381,7 @@ def fingerprint(shard: Shard, more: str = "") -> str:
     return digest.hexdigest()[:16]
 
 
-def check_tokens(config: Config, dataset: Dataset, world: World) -> None:
+def check_tokens(config, dataset, world: World) -> None:
     """Refuse a run for which there are too few tokens, or whose shards hold an id they must not; each rank reads its share."""
     train, val, needed = dataset.train, dataset.val, config.tokens_before(config.steps) + 1
     rows = config.tokens_before(config.steps) // config.seq_len
@@ -401,7 +398,7 @@ def check_tokens(config: Config, dataset: Dataset, world: World) -> None:
         shard.check_ids()
 
 
-def fingerprints(config: Config, dataset: Dataset) -> dict:
+def fingerprints(config, dataset) -> dict:
     """16 hex digits each for the first train shard, which tells data sets apart, for what validation reads, and for all train shards."""
     spread = config.seq_len if dataset.val.stride > 1 else 0  # spread rows are other tokens at another row length
     shards = [fingerprint(shard) for shard in dataset.train.shards]
@@ -462,7 +459,7 @@ def canonical_ids(folder: str | Path, vocab_size: int) -> np.ndarray:
     return ids
 
 
-def tokenizer_for_samples(config: Config, vocab_size: int):
+def tokenizer_for_samples(config, vocab_size: int):
     """The tokenizer if the run will print text, None where ids must do. Raises UserError before a run that could not end well."""
     if not config.sample_tokens:
         return None
@@ -506,13 +503,13 @@ def plan_bytes(config, world: World, parameters: int, moments: int, vocab: int, 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40": 181, "4090": 165}  # dense bf16, from the makers' data sheets
 
 
-def peak_tflops(config: Config, world: World) -> float:
+def peak_tflops(config, world: World) -> float:
     """Of one rank's device; 0 where nobody said."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" and torch.cuda.is_available() else ""
     return config.peak_tflops or next((peak for part, peak in PEAK_TFLOPS.items() if part in name), 0.0)
 
 
-def step_time_bounds(config: Config, world: World, plan: dict) -> dict:
+def step_time_bounds(config, world: World, plan: dict) -> dict:
     """Below these a step of the last stage cannot take: its products at the device's peak, its exchange at the links' bandwidth."""
     bounds, peak = {}, peak_tflops(config, world)
     if peak:
@@ -523,7 +520,7 @@ def step_time_bounds(config: Config, world: World, plan: dict) -> dict:
     return bounds
 
 
-def table_plan(config: Config, world: World, tokens_on_disk: int) -> dict:
+def table_plan(config, world: World, tokens_on_disk: int) -> dict:
     """The table's part of the plan. On the CPU rows and state count only as far as the run can touch them."""
     size, reads = world.size, len(config.ngram_orders) * config.ngram_heads
     shard = -(-config.ngram_rows // size)
@@ -623,7 +620,7 @@ class TableKernel:
         list(self.pool.map(lambda first, last: function(first, last, *values), cuts, cuts[1:]))
 
 
-def table_kernel(config: Config, device: torch.device) -> TableKernel | None:
+def table_kernel(config, device: torch.device) -> TableKernel | None:
     """The kernel, or None on a GPU, where a compiler is missing or fails, or where it cannot be kept."""
     if device.type != "cpu" or not config.ngram_kernel:
         return None
@@ -643,7 +640,7 @@ SOURCES = ("train_gpt.py", "harness.py", "table_kernel.cpp")  # kept with the lo
 class RunLog:
     """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0."""
 
-    def __init__(self, config: Config, world: World, data: dict, plan: dict, resumed: dict | None = None):
+    def __init__(self, config, world: World, data: dict, plan: dict, resumed: dict | None = None):
         self.main, self.total, self.run_id = world.main, config.steps, ""
         self.live, self.lost = sys.stdout.isatty(), False
         if not self.main:
@@ -697,7 +694,7 @@ class RunLog:
         self.line(f"step:{step}/{self.total} {key}:{loss:.5f} train_time:{1e3 * train_time_s:.0f}ms "
                   f"step_avg:{1e3 * average:.2f}ms{extra}", screen=key == "val_loss" or not self.live)
 
-    def sample(self, trainer: Trainer, tokenizer, step: int) -> None:
+    def sample(self, trainer, tokenizer, step: int) -> None:
         """A sample of text, untimed. A collective."""
         config = trainer.config
         if config.sample_tokens:
@@ -720,7 +717,7 @@ class RunLog:
                   f"{left_s // 60:.0f}:{left_s % 60:02.0f} left", end="", flush=True)
 
 
-def run_header(config: Config, world: World, data: dict, plan: dict) -> dict:
+def run_header(config, world: World, data: dict, plan: dict) -> dict:
     """What made the run, for the log's first line."""
     def git(*arguments) -> str | None:
         try:
@@ -847,11 +844,11 @@ def abandoned(part: Path) -> bool:
 class Checkpoints:
     """Writes a run's checkpoints to `out/checkpoints` and keeps the newest; run_ids are its own, last, and those it resumes."""
 
-    def __init__(self, config: Config, world: World, data: dict, run_ids: list[str]):
+    def __init__(self, config, world: World, data: dict, run_ids: list[str]):
         self.config, self.world, self.data, self.run_ids = config, world, data, run_ids
         self.folder, self.lock = Path(config.out) / "checkpoints", None  # the open file that says its writer lives
 
-    def save(self, trainer: Trainer, progress: Progress) -> Path:
+    def save(self, trainer, progress: Progress) -> Path:
         """Write a checkpoint and make it the latest. A collective; where it fails, all ranks raise SharedError and nothing remains."""
         world, path = self.world, self.folder / f"{self.run_ids[-1]}_step{progress.step:06d}"
         part = self.folder / f".{path.name}.part"
@@ -875,14 +872,14 @@ class Checkpoints:
                 self.lock.close()
         return path
 
-    def save_or_warn(self, trainer: Trainer, progress: Progress, log: RunLog) -> None:
+    def save_or_warn(self, trainer, progress: Progress, log: RunLog) -> None:
         """A checkpoint on the way. Where it cannot be written, training is worth more than it."""
         try:
             log.line(f"checkpoint {self.save(trainer, progress)}", screen=False)
         except SharedError as error:
             log.line(f"warning: no checkpoint at step {progress.step}: {error}; training goes on")
 
-    def stop(self, trainer: Trainer, progress: Progress, log: RunLog, signal_: StopSignal) -> None:
+    def stop(self, trainer, progress: Progress, log: RunLog, signal_: StopSignal) -> None:
         """End the run after a signal to any rank, with a checkpoint if the run makes any. Raises Stopped on all ranks."""
         signal_.answered.set()
         stopped, kept = Stopped(signal_.signum or signal.SIGTERM), "without a checkpoint (see --checkpoint)"
@@ -917,7 +914,7 @@ class Checkpoints:
         run_id, _, step = name.rpartition("_step")
         return run_id in self.run_ids and step.isdecimal()
 
-    def write_parts(self, part: Path, trainer: Trainer, step: int, dense: dict) -> dict:
+    def write_parts(self, part: Path, trainer, step: int, dense: dict) -> dict:
         files, rank = {}, f"{self.world.rank:04d}"
         if self.world.main:
             files |= write_file(part / "dense.pt", dense)
@@ -949,7 +946,7 @@ class Checkpoints:
         shutil.rmtree(path.rename(self.folder / f".{path.name}.removed.part"))
 
 
-def load_checkpoint(path: Path, manifest: dict, trainer: Trainer, data: dict) -> Progress:
+def load_checkpoint(path: Path, manifest: dict, trainer, data: dict) -> Progress:
     """Give a trainer, of a world of any size, the state that a checkpoint holds. Its files have been checked."""
     def read(name: str) -> dict:
         return torch.load(path / name, map_location="cpu", mmap=True, weights_only=True)
@@ -971,7 +968,7 @@ def load_checkpoint(path: Path, manifest: dict, trainer: Trainer, data: dict) ->
     return Progress(manifest["step"], manifest["train_time_s"], met)
 
 
-def open_checkpoint(config: Config, data: dict, world: World) -> dict:
+def open_checkpoint(config, data: dict, world: World) -> dict:
     """The manifest of the checkpoint to resume, its files checked, and its data set compared with the one at hand."""
     path = Path(config.resume)
     manifest = read_manifest(path)
