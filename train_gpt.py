@@ -115,7 +115,7 @@ class Config:
     ngram_update_every: int = flag(1, "steps whose gradients add up to one table update")
     ngram_kernel: bool = flag(True, "on the CPU, compile the table's loops with the C++ compiler, where there is one")
     # optimizer
-    steps: int = flag(170, "optimizer steps")
+    steps: int = flag(180, "optimizer steps")
     muon_lr: float = flag(0.035, "learning rate of the matrices (Muon)")
     muon_momentum: float = flag(0.95, "Nesterov momentum of Muon, reached from 0.85")
     muon_momentum_steps: int = flag(300, "steps over which the momentum rises")
