@@ -166,6 +166,9 @@ def render_records(root: Path) -> dict[Path, str]:
     for track in tracks:
         reports = {}
         for record in _records_of(root / track):
+            if track == STUDIES and not any(path.suffix in LOG_SUFFIXES for path in record.rglob("*")):
+                reports[record] = None      # a study by a script of its own, without runs
+                continue
             collected = collect([str(record)])
             baseline = BASELINE_ARM if BASELINE_ARM in collected.arms else None
             reports[record] = build_report(collected, baseline=baseline)

@@ -590,6 +590,15 @@ def test_a_study_has_statistics_and_stands_on_no_leaderboard(records, tmp_path, 
     assert "minus baseline" in (record / "README.md").read_text()
 
 
+def test_a_study_without_runs_is_linked_and_left_alone(records):
+    study = records / "studies" / "2026-10-05_by_script"
+    study.mkdir(parents=True)
+    (study / "README.md").write_text("# No statistics here\n")
+    assert compare.main(["--records", str(records), "--leaderboard"]) == 0
+    assert "- [2026-10-05_by_script](studies/2026-10-05_by_script/README.md)\n" in (records / "README.md").read_text()
+    assert (study / "README.md").read_text() == "# No statistics here\n"
+
+
 def test_archive_adds_to_a_record_and_never_overwrites(records, tmp_path, capsys):
     command = ["--records", str(records), "--archive", "x"]
     write_runs(tmp_path / "a", [3.44])
