@@ -207,6 +207,23 @@ def welch(values: list[float], baseline: list[float]) -> tuple[float, float, flo
     return float(result.pvalue), float(interval.low), float(interval.high)
 
 
+def paired_by_seed(arm: list[Run], base: list[Run]) -> dict:
+    """Paired two-sided t-test of arm - base over the seeds that both ran once: {} where there are not two such, or all differ alike.
+
+    Runs of one seed begin with the same weights and read the same tokens, so that much of what parts the seeds falls out.
+    """
+    losses = [{run.seed: run.final_loss for run in side if run.seed is not None} for side in (arm, base)]
+    if any(len(known) < len(side) for known, side in zip(losses, (arm, base))):
+        return {}
+    differences = [losses[0][seed] - losses[1][seed] for seed in sorted(losses[0].keys() & losses[1].keys())]
+    if why_no_test(differences):
+        return {}
+    result = stats.ttest_1samp(differences, 0.0)
+    interval = result.confidence_interval(0.95)
+    return {"n": len(differences), "difference": mean(differences), "p": float(result.pvalue),
+            "ci95": [float(interval.low), float(interval.high)]}
+
+
 def outliers(values: list[float]) -> list[int]:
     """Indices of values with a modified z-score above 3.5: 0.6745 |x - median| / MAD, or |x - median| / (1.2533 x mean
     absolute deviation) where over half of the values are equal. None below five values."""
@@ -430,6 +447,7 @@ def compare_arms(arm: dict, base: dict) -> dict:
         difference = mean(values[0]) - mean(values[1]) if values[0] and values[1] else None
         result |= {f"{kind}_difference{unit}": difference, f"{kind}_ci95{unit}": None if no_p else [low, high],
                    f"{kind}_p": p, f"{kind}_no_p_because": no_p}
+    result["loss_by_seed"] = paired_by_seed(*pair)
     result["equal_loss"] = _time_at_equal_loss(*pair)
     return result
 

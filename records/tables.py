@@ -16,7 +16,8 @@ LEGEND = (
     "of the first evaluation at or below it. time: training time, comparable only between runs interleaved on one "
     "machine.")
 LEGEND_COMPARISON = (
-    "difference: arm minus baseline, with 95% interval and p by Welch's two-sided t-test. at equal loss: difference of "
+    "difference: arm minus baseline, with 95% interval and p by Welch's two-sided t-test. by seed: p of the "
+    "losses paired by seed, where both arms ran the same seeds. at equal loss: difference of "
     "the times at which the two mean curves first reach the worse arm's final mean loss (straight lines between "
     "evaluations).")
 LEGEND_OUTLIERS = "*: outlier by loss (modified z-score above 3.5, in samples of 5 or more); it counts all the same."
@@ -79,10 +80,10 @@ def arm_rows(group: dict) -> list[list[str]]:
 
 def comparison_rows(group: dict) -> list[list[str]]:
     """A header and one row an arm other than the baseline."""
-    rows = [[f"minus {_label(group.get('baseline', ''), group)}", "loss [mn]", "95%", "p", "time [s]", "95%", "p",
+    rows = [[f"minus {_label(group.get('baseline', ''), group)}", "loss [mn]", "95%", "p", "by seed", "time [s]", "95%", "p",
              "at equal loss [s]"]]
     for row in group["comparisons"]:
-        equal = row["equal_loss"]
+        equal, seeds = row["equal_loss"], row["loss_by_seed"]
         at_equal = NONE
         if equal:
             share = f" ({equal['difference_ms'] / equal['baseline_time_ms']:+.1%})" if equal["baseline_time_ms"] else ""
@@ -90,6 +91,7 @@ def comparison_rows(group: dict) -> list[list[str]]:
         rows.append([_label(row["arm"], group),
                      number(row["loss_difference"], 2, 1e3, sign=True), interval(row["loss_ci95"], 2, 1e3),
                      p_text(row["loss_p"], row["loss_no_p_because"]),
+                     p_text(seeds.get("p"), None),
                      number(row["time_difference_ms"], 3, 1e-3, sign=True), interval(row["time_ci95_ms"], 3, 1e-3),
                      p_text(row["time_p"], row["time_no_p_because"]), at_equal])
     return rows

@@ -347,6 +347,23 @@ def test_statistics_of_an_arm(tmp_path):
     assert arm["met_time_mean_ms"] == pytest.approx((20000 + 20010 + 20030) / 3)
 
 
+def test_losses_are_paired_by_seed(tmp_path):
+    """Seeds 2, 3, 4 in common, in another order; the others count for the unpaired test alone."""
+    write_runs(tmp_path / "base", [3.47, 3.41, 3.52, 3.44])
+    write_runs(tmp_path / "new", [3.40, 3.51, 3.431, 3.6], first_seed=2)
+    (row,) = report_of(tmp_path / "base", tmp_path / "new")["groups"][0]["comparisons"]
+    differences = [3.40 - 3.41, 3.51 - 3.52, 3.431 - 3.44]
+    error, paired = np.std(differences, ddof=1) / math.sqrt(3), row["loss_by_seed"]
+    assert paired["n"] == 3 and paired["difference"] == pytest.approx(np.mean(differences))
+    assert paired["p"] == pytest.approx(2 * student_cdf(-abs(np.mean(differences)) / error, 2), rel=1e-6) and paired["p"] < 0.01 < row["loss_p"]
+    assert paired["ci95"] == pytest.approx([np.mean(differences) + sign * stats.t.ppf(0.975, 2) * error for sign in (-1, 1)])
+    write_runs(tmp_path / "apart", [3.4, 3.5], first_seed=8)
+    write_runs(tmp_path / "twice", [3.4])
+    (tmp_path / "twice" / "again.txt").write_text(own_log([(0, 8.3, 0), (200, 3.5, 9e3)], head=header(1, run_id="again")))
+    for other in ("apart", "twice"):
+        assert report_of(tmp_path / "base", tmp_path / other)["groups"][0]["comparisons"][0]["loss_by_seed"] == {}
+
+
 def test_difference_between_arms(tmp_path):
     base, new = [3.47, 3.4725, 3.469, 3.475], [3.4402, 3.446, 3.443]
     report = report_of(write_runs(tmp_path / "new", new, 18_000), write_runs(tmp_path / "base", base), baseline="base")
