@@ -1,6 +1,6 @@
 """Fetch FineWeb's GPT-2 token shards, and check folders of shards.
 
-    python data/fineweb.py [N] [--out DIR]      the first N training shards (default 9, of 103) and the validation shard
+    python data/fineweb.py [N] [--out DIR] [--tokenizer]      the first N training shards (default 9, of 103) and the validation shard
     python data/fineweb.py verify DIR [DIR ...]     every *.bin in these folders, of any vocabulary
 
 A shard holds 100 million tokens in 200 MB. What is there and whole stays; what is missing or broken is fetched,
@@ -24,7 +24,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # harness.py defines the shard format
-from harness import GPT2_DOC_START, GPT2_VOCAB_SIZE, Shard, UserError, open_shard
+from harness import GPT2_DOC_START, GPT2_VOCAB_SIZE, TOKENIZER_FILE, Shard, UserError, open_shard
 
 REPO = "kjj0/fineweb10B-gpt2"
 NUM_TRAIN_SHARDS = 103
@@ -250,6 +250,15 @@ def verify(folders: list[Path]) -> None:
         raise UserError(f"{len(faults)} faults:" + "".join(f"\n  {fault}" for fault in faults))
 
 
+def write_tokenizer(path: Path) -> None:
+    """GPT-2's tokens in tiktoken's file format. Raises UserError where tiktoken cannot get them."""
+    from text import make_tokenizer, tokenizer_text  # data/text.py; the shards need none of it
+    part = path.with_suffix(".partial")
+    part.write_bytes(tokenizer_text(make_tokenizer("gpt2", GPT2_VOCAB_SIZE, ()).encoding))
+    part.replace(path)
+    print(f"{path}: written")
+
+
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -266,6 +275,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tries", type=int, default=6, help="at each shard; default: 6")
     parser.add_argument("--backoff_s", type=float, default=1.0, help="wait after the first failure, doubled with each "
                         "further one; default: 1")
+    parser.add_argument("--tokenizer", action="store_true", help="put GPT-2's vocabulary beside the shards too, for samples "
+                        "of text and --ngram_canonical")
     return parser.parse_args(argv)
 
 
@@ -283,6 +294,8 @@ def run(args: argparse.Namespace) -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     fetch_shards(args.num_train, args.out, args.workers, args.tries, args.backoff_s)
+    if args.tokenizer:
+        write_tokenizer(args.out / TOKENIZER_FILE)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from data import fineweb
+from harness import canonical_ids, load_tokenizer
 from hub_server import COMMIT, Hub
 
 VAL, TRAIN_1, TRAIN_2, TRAIN_3 = fineweb.shard_names(3)
@@ -112,6 +114,29 @@ def test_no_hub_is_one_error_that_says_what_to_do(tmp_path):
     assert all(name in result.stderr for name in fineweb.shard_names(3))
     assert result.stderr.count("next try") == 1             # the first shard's retry; the others are not tried
     assert contents(tmp_path / "out") == {}
+
+
+def test_a_tokenizer_that_cannot_be_had_costs_no_shard(tmp_path, files):
+    with Hub(fineweb.REPO, files) as hub:
+        started = command(tmp_path, hub.endpoint, "--backoff_s=0.01", "1", "--tokenizer")
+        started["env"] |= {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"}
+        result = subprocess.run(**started, timeout=120)
+    assert result.returncode == 1 and "tiktoken could not fetch GPT-2's vocabulary" in result.stderr and "Traceback" not in result.stderr
+    assert contents(tmp_path / "out") == {name: files[name] for name in (VAL, TRAIN_1)}
+
+
+def test_the_tokenizer_beside_the_shards_is_gpt2s(tmp_path):
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError):
+        pytest.skip("GPT-2's vocabulary is not at hand")
+    sys.path.insert(0, str(ROOT / "data"))
+    fineweb.write_tokenizer(tmp_path / "tokenizer.tiktoken")
+    sys.path.remove(str(ROOT / "data"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode_ordinary("Hello wörld, 123") == encoding.encode_ordinary("Hello wörld, 123") and loaded.n_vocab == 50257
+    ids = canonical_ids(tmp_path, 50257)
+    assert ids[encoding.encode_single_token(" The")] == ids[encoding.encode_single_token(" the")] and ids[50256] == 50256
 
 
 def test_interrupt_leaves_nothing_half_written(tmp_path, files):
