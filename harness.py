@@ -483,7 +483,8 @@ def plan_bytes(config, world: World, parameters: int, moments: int, vocab: int, 
     """
     size, activation = world.size, getattr(torch, config.dtype).itemsize
     micro_tokens = max(config.micro_rows(size, stage.batch_tokens) for stage in config.stage_list) * config.seq_len
-    per_token = config.layers * (22 * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
+    widths = 22 + 5 * (config.ngram_gate == "context")
+    per_token = config.layers * (widths * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
     plan = {
         "dense_parameters": parameters, "table_parameters": config.ngram_rows * config.ngram_row_dim,
         "train_tokens_needed": config.tokens_before(config.steps) + 1, "train_tokens_on_disk": tokens_on_disk,

@@ -976,7 +976,7 @@ class GPT(nn.Module):
     def take_in(self, x: Tensor, memory: Tensor, k: int) -> Tensor:
         """Add the memory to the stream, as the k-th of the blocks that do.
 
-        scale: a trained number times it. context (Engram, arXiv:2601.07372, equation of its gate): the number times
+        scale: a trained number times it. context (Engram, arXiv:2601.07372): the number times
         sigmoid(RMSNorm(x) . RMSNorm(W_K e) / sqrt(d)) W_V e, so that a row which does not fit where it is read stays out.
         """
         scale = self.ngram_scales[k].to(x.dtype)
@@ -1255,6 +1255,8 @@ def flops_per_token(config: Config, vocab: int, windows: tuple[int, int]) -> int
     """Multiplications and additions of one token's forward and backward pass: three times two for each weight of a product, and
     for each position that attention sees (on average over a row without document borders)."""
     products = 12 * config.layers * config.model_dim**2 + vocab * config.model_dim
+    if config.ngram_rows and config.ngram_gate == "context":
+        products += 2 * len(config.memory_layers) * config.model_dim * config.ngram_dim
     seen = 0.0
     for i in range(config.layers):
         window = min(windows[is_long(i, config.layers)], config.seq_len)
