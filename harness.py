@@ -1,11 +1,9 @@
-"""What train_gpt.py needs around it, and what decides no number of a run: errors and ranks, signals, flags, shards on disk, the
-tokenizer, the plan, the log, checkpoints, clocks. Nothing here imports train_gpt.py: `config`, `dataset` and `trainer` are handed in, its
-Config, Dataset and Trainer.
+"""What train_gpt.py needs around it, and what decides no number of a run: errors and ranks, signals, flags, the plan,
+the log, checkpoints, clocks. `config` and `trainer` are train_gpt.py's Config and Trainer, handed in.
 """
 from __future__ import annotations
 
 import argparse
-import base64
 import ctypes
 import fcntl
 import hashlib
@@ -23,7 +21,6 @@ import sys
 import threading
 import time
 import traceback
-import unicodedata
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -31,7 +28,6 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,6 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 # =====================================================================================================================
 # Errors: what a user can mend, and who tells it.
 # =====================================================================================================================
+
 
 class UserError(Exception):
     """A fault that the user can mend. The message names the thing, what was found, what was expected, and the remedy."""
@@ -317,162 +314,6 @@ def check_config(config, tracks: dict, orders: dict) -> None:
 
 
 # =====================================================================================================================
-# Shards on disk.
-# =====================================================================================================================
-
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
-GPT2_VOCAB_SIZE, GPT2_DOC_START = 50257, 50256
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One token file: 256 int32 of header (magic, version, tokens, vocabulary size, document-start token), then uint16."""
-    path: Path
-    num_tokens: int
-    vocab_size: int
-    doc_start: int
-
-    def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """uint16 [count] from position `first`, to the end by default. Read, not mapped: memory must not grow with the data."""
-        count = self.num_tokens - first if count is None else count
-        tokens = np.fromfile(self.path, dtype=np.uint16, count=count, offset=SHARD_HEADER_BYTES + 2 * first)
-        if len(tokens) != count:
-            raise UserError(f"{self.path}: found {len(tokens)} tokens from {first} on, expected {count}; the file has changed")
-        return tokens
-
-    def check_ids(self) -> None:
-        """Read the whole file once; raise UserError where an id is not below the vocabulary size."""
-        for start in range(0, self.num_tokens, 1 << 24):
-            largest = int(self.read(start, min(1 << 24, self.num_tokens - start)).max())
-            if largest >= self.vocab_size:
-                raise UserError(f"{self.path}: found token id {largest}, expected ids below its vocabulary size "
-                                f"{self.vocab_size}; it was made with another tokenizer or is damaged: make it anew")
-
-
-def open_shard(path: str | Path) -> Shard:
-    """Read and check a shard's header and size. Raises UserError with path, found and expected."""
-    path = Path(path)
-    size = path.stat().st_size
-    if size < SHARD_HEADER_BYTES:
-        raise UserError(f"{path}: found {size} bytes, expected at least the {SHARD_HEADER_BYTES} of a shard header; "
-                        f"delete it and fetch or make it again")
-    header = np.fromfile(path, dtype=np.int32, count=256)
-    if (header[0], header[1]) != (SHARD_MAGIC, SHARD_VERSION):
-        raise UserError(f"{path}: found magic {header[0]} version {header[1]}, expected {SHARD_MAGIC} version "
-                        f"{SHARD_VERSION}; this is not a token shard")
-    num_tokens = int(header[2])
-    if num_tokens <= 0 or size != SHARD_HEADER_BYTES + 2 * num_tokens:
-        raise UserError(f"{path}: found {size} bytes, expected {SHARD_HEADER_BYTES + 2 * num_tokens} for the {num_tokens} "
-                        f"tokens its header promises; it is cut short or damaged: fetch or make it again")
-    vocab_size = int(header[3]) or GPT2_VOCAB_SIZE
-    doc_start = int(header[4]) if header[3] else GPT2_DOC_START
-    if not 0 <= doc_start < vocab_size <= 1 << 16:
-        raise UserError(f"{path}: found vocabulary size {vocab_size} and document-start token {doc_start}, expected "
-                        f"0 <= document start < vocabulary size <= 65536; the header is damaged: make it again")
-    return Shard(path, num_tokens, vocab_size, doc_start)
-
-
-def fingerprint(shard: Shard, more: str = "") -> str:
-    """Of the shard's name, header and size, and of 64 spans of 1,024 tokens spread over it."""
-    digest = hashlib.sha256(f"{shard.path.name} {shard.num_tokens} {shard.vocab_size} {shard.doc_start} {more}".encode())
-    width = min(1024, shard.num_tokens)
-    for i in range(64):
-        digest.update(shard.read(i * (shard.num_tokens - width) // 63, width).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def check_tokens(config, dataset, world: World) -> None:
-    """Refuse a run for which there are too few tokens, or whose shards hold an id they must not; each rank reads its share."""
-    train, val, needed = dataset.train, dataset.val, config.tokens_before(config.steps) + 1
-    rows = config.tokens_before(config.steps) // config.seq_len
-    if rows > train.num_rows * config.epochs and not config.eval_only:
-        epochs = -(-rows // max(1, train.num_rows))
-        again = f", or read them again with --epochs={epochs}" if train.num_rows else ""
-        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps; "
-                        f"fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
-                        f"run fewer --steps{again}")
-    if config.val_tokens > val.num_rows * config.seq_len:
-        raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected "
-                        f"{config.val_tokens + 1:,}; use --val_tokens={val.num_rows * config.seq_len} or make a larger validation shard")
-    for shard in (train.shards + val.shards)[world.rank::world.size]:
-        shard.check_ids()
-
-
-def fingerprints(config, dataset) -> dict:
-    """16 hex digits each for the first train shard, which tells data sets apart, for what validation reads, and for all train shards."""
-    spread = config.seq_len if dataset.val.stride > 1 else 0  # spread rows are other tokens at another row length
-    shards = [fingerprint(shard) for shard in dataset.train.shards]
-    return {"train": shards[0], "val": fingerprint(dataset.val.shards[0], f"{config.val_tokens} {spread}"),
-            "vocab_size": dataset.vocab_size, "shards": shards}
-
-
-# =====================================================================================================================
-# Tokenizer: text to ids and back, for samples and for data/text.py. Training itself never needs it.
-# =====================================================================================================================
-
-TOKENIZER_FILE = "tokenizer.tiktoken"
-# GPT-2's split into words, which BPE never merges across; one pattern serves every tokenizer that data/text.py writes.
-TOKENIZER_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def tokenizer_encoding(tokens: list[bytes]):
-    """tiktoken.Encoding in which a token's id is its place in the list, and the document start is the id behind them."""
-    import tiktoken  # here, since training never needs it
-    ranks = {token: i for i, token in enumerate(tokens)}
-    return tiktoken.Encoding("shards", pat_str=TOKENIZER_PATTERN, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": len(tokens)})
-
-
-def load_tokenizer(folder: str | Path):
-    """The tiktoken.Encoding of the tokenizer file beside the shards, or None where there is none."""
-    path = Path(folder) / TOKENIZER_FILE
-    if not path.exists():
-        return None
-    try:
-        lines = [line.split() for line in path.read_bytes().splitlines()]
-        ranks = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
-        return tokenizer_encoding([ranks[i] for i in range(len(lines))])
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{path}: found a damaged line ({error}), expected a token in base64 and its rank on each; make the "
-                        f"shards again with `python data/text.py`") from None
-
-
-def canonical_ids(folder: str | Path, vocab_size: int) -> np.ndarray:
-    """int64 [vocab_size]: for each token id the smallest id whose text is the same but for case, accents and white space.
-
-    Engram's canonical ids (arXiv:2601.07372): NFKC, accents off, lower case, runs of white space to one blank. A token that is no whole
-    text, one that nothing is left of, and the document start stand alone. Raises UserError where no tokenizer lies beside the shards.
-    """
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None or tokenizer.n_vocab != vocab_size:
-        raise UserError(f"{folder}: found {'no' if tokenizer is None else 'another'} {TOKENIZER_FILE}, expected the one of the shards for "
-                        f"--ngram_canonical; make the shards with data/text.py")
-    first: dict[str, int] = {}
-    ids = np.arange(vocab_size)
-    for token in range(vocab_size - 1):
-        with suppress(UnicodeDecodeError):
-            text = unicodedata.normalize("NFKD", tokenizer.decode_single_token_bytes(token).decode())
-            text = "".join(c for c in text if not unicodedata.combining(c)).lower()
-            text = re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text))
-            if text:
-                ids[token] = first.setdefault(text, token)
-    return ids
-
-
-def tokenizer_for_samples(config, vocab_size: int):
-    """The tokenizer if the run will print text, None where ids must do. Raises UserError before a run that could not end well."""
-    if not config.sample_tokens:
-        return None
-    tokenizer = load_tokenizer(config.data)
-    if tokenizer is None and config.sample:
-        raise UserError(f"{config.data}: found no {TOKENIZER_FILE}, expected it beside the shards to encode --sample")
-    if tokenizer is not None and tokenizer.n_vocab != vocab_size:
-        raise UserError(f"{config.data}/{TOKENIZER_FILE}: found {tokenizer.n_vocab} ids, expected the shards' "
-                        f"{vocab_size}; make the shards again, or use --sample_tokens=0")
-    return tokenizer
-
-
-# =====================================================================================================================
 # The plan: what a run will need, worked out from the config alone and printed before anything is allocated.
 # =====================================================================================================================
 
@@ -635,7 +476,7 @@ def table_kernel(config, device: torch.device) -> TableKernel | None:
 # Log: one file a run, opened exclusively by rank 0; the source beside it once a folder, by its hash.
 # =====================================================================================================================
 
-SOURCES = ("train_gpt.py", "harness.py", "table_kernel.cpp")  # kept with the logs; source_sha256 is the first one's
+SOURCES = ("train_gpt.py", "tokens.py", "harness.py", "table_kernel.cpp")  # kept with the logs; source_sha256 is the first one's
 
 
 class RunLog:

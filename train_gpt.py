@@ -4,9 +4,9 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py      one process a GPU, the `fineweb` track
     python train_gpt.py --help                                 every flag with its default
 
-The file reads top to bottom as a token travels: config, tokens, n-gram table, layers, model, update rules, optimizer, schedules,
-training, main. Importing it does nothing. harness.py holds what decides no number: ranks and their errors, shards on disk, the
-plan, the log, checkpoints, the tokenizer, clocks. table_kernel.cpp is optional.
+The file reads top to bottom as a token travels: config, n-gram table, layers, model, update rules, optimizer, schedules, training,
+main. Importing it does nothing. tokens.py brings the batches: shards, stream, loader, tokenizer. harness.py holds what decides no
+number of a run: ranks and their errors, the plan, the log, checkpoints, clocks. table_kernel.cpp is optional.
 """
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ import mmap
 import os
 import sys
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -34,11 +32,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import ScalingType
 from torch.optim.adamw import adamw
 
-from harness import (Checkpoints, Clock, GPT2_VOCAB_SIZE, LossWatch, Progress, RunLog, Shard, SharedError, StopSignal,
-                     Stopped, TimeShare, UserError, World, canonical_ids, check_config, check_fits, check_tokens, compiled_graphs,
-                     error_text, exit_status, find_checkpoint, fingerprints, flag, join_world, keep_freed_memory,
-                     load_checkpoint, open_checkpoint, open_shard, parse_flags, peak_tflops, plan_bytes, plan_lines,
-                     read_manifest, table_kernel, together, tokenizer_for_samples)
+from harness import (Checkpoints, Clock, LossWatch, Progress, RunLog, SharedError, StopSignal, Stopped, TimeShare, UserError,
+                     World, check_config, check_fits, compiled_graphs, error_text, exit_status, find_checkpoint, flag,
+                     join_world, keep_freed_memory, load_checkpoint, open_checkpoint, parse_flags, peak_tflops, plan_bytes,
+                     plan_lines, read_manifest, table_kernel, together)
+from tokens import (Batch, Dataset, GPT2_VOCAB_SIZE, check_tokens, fingerprints, load_ahead, make_batch, ngram_keys,
+                    open_dataset, predecessors, rank_batch, sort_unique, table_report, to_device, tokenizer_for_samples,
+                    with_tensors)
 
 
 # =====================================================================================================================
@@ -267,146 +267,6 @@ def resumed_config(given: dict) -> Config:
 
 
 # =====================================================================================================================
-# Tokens: shards on disk -> one stream of rows -> batches, prepared by a background thread some steps ahead.
-# =====================================================================================================================
-
-class TokenStream:
-    """Shards one behind the other, cut into rows of seq_len inputs and the token behind each (targets).
-
-    Row i of the stream is tokens [i * seq_len, (i + 1) * seq_len] of the data. With `spread` the rows come in golden-ratio
-    order instead: any few consecutive ones lie evenly over the whole data, which stands in for a shuffle of long documents.
-    """
-
-    def __init__(self, shards: list[Shard], seq_len: int, spread: bool):
-        self.shards, self.seq_len = shards, seq_len
-        self.ends = np.cumsum([shard.num_tokens for shard in shards])
-        self.num_tokens = int(self.ends[-1])
-        self.num_rows = (self.num_tokens - 1) // seq_len  # the last input needs a target too
-        self.stride = golden_stride(self.num_rows) if spread else 1
-
-    def read(self, first: int, count: int) -> Tensor:
-        """int64 [count, seq_len + 1]: rows first.. of the stream, which starts over at its end."""
-        rows = np.empty((count, self.seq_len + 1), np.int64)  # uint16 has no modulo and no look-up in torch
-        for i in range(count):
-            row = (first + i) * self.stride % self.num_rows
-            rows[i] = self.read_span(row * self.seq_len, self.seq_len + 1)
-        return torch.from_numpy(rows)
-
-    def read_span(self, first: int, count: int) -> np.ndarray:
-        parts, index = [], int(np.searchsorted(self.ends, first, side="right"))
-        while count > 0:
-            shard = self.shards[index]
-            offset = first - (int(self.ends[index]) - shard.num_tokens)
-            part = shard.read(offset, min(count, shard.num_tokens - offset))
-            parts.append(part)
-            first, count, index = first + len(part), count - len(part), index + 1
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-def golden_stride(num_rows: int) -> int:
-    """A stride near num_rows / golden ratio, without a common factor, whose multiples modulo num_rows lie the most evenly."""
-    def largest_quotient(stride: int) -> int:  # of the continued fraction; the multiples bunch up where it is large
-        a, b, largest = num_rows, stride, 1
-        while b:
-            largest, a, b = max(largest, a // b), b, a % b
-        return largest
-
-    golden = max(1, round(num_rows * (math.sqrt(5) - 1) / 2))
-    near = [stride for stride in range(golden, golden + 200) if math.gcd(stride, num_rows) == 1]
-    return min(near, key=largest_quotient)
-
-
-@dataclass(frozen=True)
-class Dataset:
-    train: TokenStream
-    val: TokenStream
-    vocab_size: int
-    doc_start: int
-    canonical: Tensor | None  # int64 [vocab_size]: with --ngram_canonical, the class of each token
-
-    def classes(self, tokens: Tensor) -> Tensor:
-        """What the table hashes in place of the tokens."""
-        return tokens if self.canonical is None else self.canonical[tokens]
-
-
-def open_dataset(config: Config) -> Dataset:
-    """Find the shards and check their headers and sizes."""
-    folder, found = Path(config.data).resolve(), {}
-    for split in ("train", "val"):
-        paths = sorted(folder.glob(f"*_{split}_*.bin"))
-        if not paths:
-            raise UserError(f"{folder}: found no *_{split}_*.bin, expected token shards; make them with `python data/text.py` "
-                            f"(or `python data/fineweb.py` for the fineweb track), or name their folder with --data")
-        found[split] = [open_shard(path) for path in paths]
-    shards = found["train"] + found["val"]
-    first = shards[0]
-    for shard in shards:
-        if (shard.vocab_size, shard.doc_start) != (first.vocab_size, first.doc_start):
-            raise UserError(f"{shard.path}: found vocabulary size {shard.vocab_size} and document start {shard.doc_start}, "
-                            f"expected {first.vocab_size} and {first.doc_start} as in {first.path}; keep one data set a folder")
-    train = TokenStream(found["train"], config.seq_len, config.spread_rows)
-    val = TokenStream(found["val"][:1], config.seq_len, config.spread_rows)  # by name: the first, however many were fetched
-    canonical = torch.from_numpy(canonical_ids(config.data, first.vocab_size)) if config.ngram_canonical else None
-    return Dataset(train, val, first.vocab_size, first.doc_start, canonical)
-
-
-@dataclass
-class Batch:
-    """One rank's part of a step in M micro-batches of B rows; padding rows have target -1 and one segment a token."""
-    tokens: Tensor  # int64 [M, B, seq_len]
-    targets: Tensor  # int64 [M, B, seq_len]
-    starts: Tensor  # bool [M, B, seq_len]: a segment begins here
-
-
-def with_tensors(holder, change):
-    """The dataclass with change(tensor) in place of each of its tensors."""
-    return replace(holder, **{name: change(value) for name, value in vars(holder).items() if isinstance(value, Tensor)})
-
-
-def to_device(holder, device: torch.device):
-    return with_tensors(holder, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int, length: int | None = None) -> Batch:
-    """rows int64 [n, seq_len + 1] -> Batch of ceil(count / micro_rows) micro-batches, the missing rows padded.
-
-    A segment begins at each document start, at each row's first token, and every `length` tokens of the row; nothing of a segment
-    depends on another.
-    """
-    micro_batches = -(-count // micro_rows)
-    missing = micro_batches * micro_rows - len(rows)
-    tokens = F.pad(rows[:, :-1], (0, 0, 0, missing), value=doc_start)
-    targets = F.pad(rows[:, 1:], (0, 0, 0, missing), value=-1)
-    starts = tokens == doc_start
-    starts[:, ::length or starts.shape[1]] = True
-    return Batch(*(t.reshape(micro_batches, micro_rows, -1) for t in (tokens, targets, starts)))
-
-
-def rank_batch(stream: TokenStream, first_row: int, num_rows: int, micro_rows: int, doc_start: int, world: World,
-               length: int | None = None) -> Batch:
-    """This rank's slice of rows [first_row, first_row + num_rows) of the stream; all ranks get as many micro-batches."""
-    first, last = world.share(num_rows)
-    return make_batch(stream.read(first_row + first, last - first), -(-num_rows // world.size), micro_rows, doc_start, length)
-
-
-def load_ahead(prepare, calls: range, ahead: int = 4):
-    """Yield prepare(call) for each call, made in one background thread up to `ahead` calls before it is asked for.
-
-    The training thread alone decides what is asked for, so all ranks ask for the same, the collectives inside `prepare` find
-    their partners, and a stop that all ranks share leaves none of them waiting.
-    """
-    pool, pending = ThreadPoolExecutor(1, thread_name_prefix="loader"), deque()
-    try:
-        for call in (*calls, *[None] * ahead):
-            if call is not None:
-                pending.append(pool.submit(prepare, call))
-            if pending and (call is None or len(pending) > ahead):
-                yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-# =====================================================================================================================
 # N-gram table: rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
 # Its seams: addressing (ngram_addresses), storage (zeros_where_touched), read (NgramTable.read), update (row_adam_update).
 # =====================================================================================================================
@@ -454,12 +314,6 @@ def hash_lines(config: Config) -> list[str]:
             for rows, signs, modulus in [channel_hash(order, head, config.ngram_heads, high - low - 1)]]
 
 
-def predecessors(segment_starts: Tensor) -> Tensor:
-    """bool [T] -> int64 [T]: how many tokens of its segment stand before each position."""
-    position = torch.arange(len(segment_starts), device=segment_starts.device)
-    return position - torch.where(segment_starts, position, 0).cummax(0).values if len(position) else position
-
-
 def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """Row and sign-pattern numbers of every position's n-grams.
 
@@ -500,21 +354,6 @@ def zeros_where_touched(shape: tuple[int, ...], dtype: torch.dtype, device: torc
         with suppress(OSError):  # a kernel without huge pages refuses, and needs no telling
             pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would take 2 MiB for a row of 1.5 KiB
     return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-
-def sort_unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [n] below 2^31 -> (sorted unique ids, int64 [n] index of each id among them).
-
-    One in-place sort of (id, position) packed in 64 bits: numpy sorts that several times faster than np.unique would.
-    """
-    packed = ids << 32 | np.arange(len(ids))
-    packed.sort()
-    order, ids = packed & 0xFFFFFFFF, packed >> 32
-    first = np.ones(len(ids), bool)
-    first[1:] = ids[1:] != ids[:-1]
-    slots = np.empty(len(ids), np.int64)
-    slots[order] = np.cumsum(first) - 1
-    return ids[first], slots
 
 
 def row_second_moment(grads: Tensor, second: Tensor, last: Tensor, update: int, beta2: float) -> Tensor:
@@ -1248,7 +1087,7 @@ def cycle_steps(cycle: int, config: Config) -> range:
     return range(first, min(first + config.ngram_update_every, config.steps))
 
 # =====================================================================================================================
-# Before training: what a run will need, and how its tokens will fill the table.
+# The plan of a run: what it will need, from the config alone (harness.py prints it and holds it against the machine).
 # =====================================================================================================================
 
 def flops_per_token(config: Config, vocab: int, windows: tuple[int, int]) -> int:
@@ -1281,43 +1120,6 @@ def plan_for(config: Config) -> list[str]:
         dataset = open_dataset(config)
         vocab_size, tokens = dataset.vocab_size, dataset.train.num_tokens
     return plan_lines(make_plan(config, world, vocab_size, tokens), world)
-
-
-REPORT_TOKENS = 1 << 23  # enough to see the trend, seconds to count
-
-
-def ngram_keys(tokens: Tensor, starts: Tensor, order: int) -> tuple[np.ndarray, np.ndarray]:
-    """tokens int64 [..., L], starts bool -> the n-gram that ends at each position as an int64, and whether its segment holds all of it."""
-    keys = sum(tokens.flatten().roll(back) << 16 * back for back in range(order))
-    return keys.numpy(), (predecessors(starts.flatten()) >= order - 1).numpy()
-
-
-def table_report(config: Config, dataset: Dataset, world_size: int) -> list[str]:
-    """Distinct n-grams, used rows and colliding reads of each order, and the rows' spread over owners, for the run's tokens."""
-    stream = dataset.train
-    count = min(config.tokens_before(config.steps) // config.seq_len, stream.num_rows, max(1, REPORT_TOKENS // config.seq_len))
-    batch = make_batch(stream.read(0, count), count, count, dataset.doc_start)
-    tokens = dataset.classes(batch.tokens.flatten())
-    rows, _ = ngram_addresses(tokens, batch.starts.flatten(), config)
-    lines = [f"table report over {len(tokens):,} of the run's {config.tokens_before(config.steps):,} tokens: "
-             f"{config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
-    owner_ends = [(rank + 1) * config.ngram_rows // world_size for rank in range(world_size)]
-    owner_rows = 0
-    orders = (order for order in config.ngram_orders for _ in range(config.ngram_heads))
-    for order, (low, high), row in zip(orders, channel_bounds(config), rows):
-        ngram, complete = ngram_keys(tokens, batch.starts, order)
-        ngram = ngram[complete]
-        used, slots = sort_unique(row.numpy()[complete])
-        # An n-gram has one row, so counting n-grams at their first occurrence counts the different ones of each row.
-        first = np.unique(ngram, return_index=True)[1]
-        collides = (np.bincount(slots[first], minlength=len(used)) > 1)[slots]
-        owner_rows += np.diff(np.searchsorted(used, owner_ends), prepend=0)
-        share = collides.mean() if len(collides) else 0.0
-        lines.append(f"  order {order}: {len(first):,} distinct n-grams in {len(ngram):,} reads; {len(used):,} of "
-                     f"{high - low:,} rows used ({len(used) / (high - low):.1%}); {share:.1%} of reads share a row with another n-gram")
-    low, high = owner_rows.min(), owner_rows.max()
-    lines.append(f"  used rows by owner: {low:,} to {high:,} ({high / max(1, owner_rows.mean()):.2f} times the mean at most)")
-    return lines
 
 
 # =====================================================================================================================
@@ -1569,7 +1371,7 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
             failed = error
     log.sample(trainer, tokenizer, config.steps)
     if trainer.table and log.main:
-        for line in table_report(config, trainer.dataset, world.size):
+        for line in table_report(config, trainer.dataset, world.size, ngram_addresses, channel_bounds(config)):
             log.line(line)
     flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens * flops_per_token(config, vocab, stage.windows)
                 for stage in config.stage_list)
@@ -1609,7 +1411,7 @@ def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float
         if world.main:
             print("\n".join(plan_lines(plan, world) + hash_lines(config)), flush=True)
         if config.table_report and world.main:
-            print("\n".join(table_report(config, dataset, world.size)))
+            print("\n".join(table_report(config, dataset, world.size, ngram_addresses, channel_bounds(config))))
         if config.dry_run or config.table_report:
             return math.nan
         if world.device.type == "cpu":

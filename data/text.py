@@ -4,7 +4,7 @@
     python data/text.py                     the Python source of the installed torch, into data/torch_source
 
 A .jsonl line's "text" is one document; any other .txt, .md or .py file is one document; folders are searched for these.
-Writes NAME_train_000001.bin ..., NAME_val_000000.bin and tokenizer.tiktoken. The format is harness.py's: 256 int32 of
+Writes NAME_train_000001.bin ..., NAME_val_000000.bin and tokenizer.tiktoken. The format is tokens.py's: 256 int32 of
 header, then uint16 tokens, with the document-start token before every document. The same text gives the same bytes.
 """
 from __future__ import annotations
@@ -31,9 +31,10 @@ import tiktoken
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # harness.py defines the formats
-from harness import (GPT2_DOC_START, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, TOKENIZER_FILE, TOKENIZER_PATTERN,
-                       UserError, tokenizer_encoding)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tokens.py defines the formats
+from harness import UserError
+from tokens import (GPT2_DOC_START, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, TOKENIZER_FILE, TOKENIZER_PATTERN,
+                    tokenizer_encoding)
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 GPT2_ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 import train_gpt
 from conftest import DOC_START, TINY, VOCAB, markov_tokens, run_trainer, write_shard
-from harness import TOKENIZER_FILE, UserError, canonical_ids
+from harness import UserError
+from tokens import TOKENIZER_FILE, canonical_ids
 from train_gpt import (GPT, Config, NgramTable, SoftcappedLoss, attention_mask, channel_bounds, channel_hash, join_world, make_batch,
                        ngram_addresses, parse_args, rotary_table)
 

@@ -24,7 +24,8 @@ import torch
 
 import train_gpt
 from conftest import RECIPE, ROOT, TINY, VOCAB, markov_tokens, run_trainer, write_shard
-from harness import TOKENIZER_FILE, UserError, manifest_digest, sha256, tokenizer_encoding
+from harness import UserError, manifest_digest, sha256
+from tokens import TOKENIZER_FILE, tokenizer_encoding
 from train_gpt import GPT, Config, attention_mask, make_batch, ngram_addresses, open_dataset, parse_args, rotary_table, sign_pool
 
 STEPS = 7

@@ -12,8 +12,8 @@ import tiktoken
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from data import fineweb
-from harness import canonical_ids, load_tokenizer
 from hub_server import COMMIT, Hub
+from tokens import canonical_ids, load_tokenizer
 
 VAL, TRAIN_1, TRAIN_2, TRAIN_3 = fineweb.shard_names(3)
 

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import ROOT, TINY, on_ranks, write_shard
 import harness
-import train_gpt
 from train_gpt import (Batch, Config, NgramTable, UserError, World, channel_bounds, join_world, ngram_addresses, parse_args,
                        sign_pool, sort_unique, zeros_where_touched)
 

@@ -17,7 +17,8 @@ import tiktoken
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from data import text
-from harness import UserError, load_tokenizer, open_shard, tokenizer_encoding
+from harness import UserError
+from tokens import load_tokenizer, open_shard, tokenizer_encoding
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"      # as published
 # CRLF, runs of spaces, no newline at the end, letters of one to four bytes, the document start's own name, a NUL.

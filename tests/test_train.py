@@ -17,10 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 from conftest import DOC_START, RECIPE, ROOT, TINY, VOCAB, markov_tokens, on_ranks, run_trainer, write_shard
-from train_gpt import (GPT, Config, NgramTable, RMSNorm, Rotate, SoftcappedLoss, SquaredReLU, TokenStream, Trainer, UserError, World,
-                       adam_update, attend, attention_mask, golden_stride, join_world, lr_scale, make_batch,
-                       muon_momentum, muon_update, open_dataset, open_shard, orthogonalize, parse_args, rank_batch, rotary_table,
-                       rule_of, table_report)
+from harness import UserError, World, check_fits, join_world
+from train_gpt import (GPT, Config, NgramTable, RMSNorm, Rotate, SoftcappedLoss, SquaredReLU, Trainer, adam_update, attend,
+                       attention_mask, channel_bounds, lr_scale, muon_momentum, muon_update, ngram_addresses, orthogonalize, parse_args,
+                       rotary_table, rule_of)
+from tokens import Dataset, TokenStream, golden_stride, make_batch, open_dataset, open_shard, rank_batch, table_report
 
 
 def world_of(rank: int, size: int) -> World:
@@ -536,7 +537,7 @@ def test_log_holds_what_made_the_run(tiny, tmp_path):
     assert header["config"]["seed"] == 4 and header["world_size"] == 1 and header["device_name"] == "cpu"
     assert header["target_loss"] == 3.9 and header["clock"] == "train-only" and header["torch"] == torch.__version__
     assert header["source_sha256"] == header["sources"]["train_gpt.py"]
-    for name in ("train_gpt.py", "harness.py", "table_kernel.cpp"):
+    for name in ("train_gpt.py", "tokens.py", "harness.py", "table_kernel.cpp"):
         stem, suffix = name.split(".")
         copy = tmp_path / f"logs/{stem}_{header['sources'][name][:16]}.{suffix}"
         assert copy.read_bytes() == (ROOT / name).read_bytes()
@@ -548,7 +549,7 @@ def test_log_holds_what_made_the_run(tiny, tmp_path):
         train_gpt.main([*tiny, "--run_id=abc"])
     train_gpt.main([*tiny, "--run_id=other", "--target_loss=0.1"])
     assert (tmp_path / "logs/other.txt").read_text().endswith("target val_loss:0.1 not met\n")
-    assert len(list((tmp_path / "logs").glob("*.py"))) == 2 and text == (tmp_path / "logs/abc.txt").read_text()
+    assert len(list((tmp_path / "logs").glob("*.py"))) == 3 and text == (tmp_path / "logs/abc.txt").read_text()
 
 
 def test_a_terminal_shows_one_live_line(tiny, tmp_path):
@@ -730,20 +731,21 @@ def test_a_run_that_cannot_fit_is_refused_before_it_allocates(tiny):
         train_gpt.main([*tiny, "--model_dim=400000", "--ngram_rows=0", "--head_chunk_tokens=1"])
     plan = {"bytes_per_rank": 1 << 60, "table_rows_bytes": 1 << 59, "optimizer_bytes": 1 << 40}
     with pytest.raises(UserError, match=r"of which table_rows takes 536870912.00; lower --ngram_rows"):
-        train_gpt.check_fits(plan, world_of(0, 1))
+        check_fits(plan, world_of(0, 1))
 
 
 def test_table_report_counts_exactly(stream_of, tmp_path):
     tokens = np.array([9, 1, 2, 1, 2, 3, 1, 2, 9, 1, 2, 3, 3])
     shard = open_shard(write_shard(tmp_path / "r_train_1.bin", tokens, 10, 9))
     config = Config(seq_len=12, batch_tokens=12, val_tokens=12, steps=1, ngram_rows=2_000_000)
-    dataset = train_gpt.Dataset(TokenStream([shard], 12, False), None, 10, 9, None)
-    lines = table_report(config, dataset, 2)
+    dataset = Dataset(TokenStream([shard], 12, False), None, 10, 9, None)
+    lines = table_report(config, dataset, 2, ngram_addresses, channel_bounds(config))
     # Pairs inside segments: 91 12 21 12 23 31 12 | 91 12 23 -> 91 12 21 23 31; triples: 912 121 212 123 231 312 | 912 123.
     assert "order 2: 5 distinct n-grams in 10 reads; 5 of 1,000,000 rows used (0.0%); 0.0% of reads share" in lines[1]
     assert "order 3: 6 distinct n-grams in 8 reads; 6 of" in lines[2]
     assert "used rows by owner: 5 to 6" in lines[3]
-    crowded = table_report(dataclasses.replace(config, ngram_rows=4), dataset, 1)
+    config = dataclasses.replace(config, ngram_rows=4)
+    crowded = table_report(config, dataset, 1, ngram_addresses, channel_bounds(config))
     assert "1 of 2 rows used (50.0%); 100.0% of reads share" in crowded[1]
 
 
