@@ -292,11 +292,13 @@ def channel_bounds(config: Config) -> list[tuple[int, int]]:
 def channel_hash(order: int, head: int, heads: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Row and sign multipliers of a channel, and the modulus of its row hash, for `rows` that are not reserved.
 
-    The first head has the record's multipliers; one head alone has its modulus too, all rows; several have the largest prime below.
+    The first head has the record's multipliers; one head alone has its modulus too, all rows; the k-th of several has the k-th largest
+    prime that fits (1 where there is none).
     """
     if heads == 1:
         return ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order], rows
-    modulus = next(n for n in range(rows, 0, -1) if n < 4 or all(n % d for d in range(2, math.isqrt(n) + 1)))
+    primes = (n for n in range(rows, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+    modulus = next(itertools.islice(primes, head, None), 1)
     if head == 0:
         return ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order], modulus
     generator = torch.Generator().manual_seed(SIGN_POOL_SEED + 1000 * order + head)
