@@ -38,7 +38,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 # Errors: what a user can mend, and who tells it.
 # =====================================================================================================================
 
-
 class UserError(Exception):
     """A fault that the user can mend. The message names the thing, what was found, what was expected, and the remedy."""
 
@@ -263,7 +262,7 @@ def parse_flags(config_class, argv: list[str], description: str) -> dict:
     return vars(parser.parse_args([re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), argument) for argument in argv]))
 
 
-def check_config(config, tracks: dict, orders: dict) -> None:
+def check_config(config, tracks: dict, orders: dict, channel_bounds) -> None:
     """Raise SharedError for the first value that cannot be: of which flag, what was found, what was expected."""
     def need(ok: bool, name: str, expected: str):
         if not ok:
@@ -311,6 +310,9 @@ def check_config(config, tracks: dict, orders: dict) -> None:
         need(0 < stage.windows[0] <= stage.windows[1], "stages", "windows of at least 1 token, the short one first")
     need(config.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
     need(config.ngram_rows > 0 or not config.table_report, "ngram_rows", "a table to report on")
+    if config.ngram_rows:
+        smallest = min(high - low for low, high in channel_bounds(config))
+        need(smallest >= 2, "ngram_rows", f"at least 2 rows a hash, one being reserved (found {smallest})")
 
 
 # =====================================================================================================================
@@ -323,7 +325,7 @@ def plan_bytes(config, world: World, parameters: int, moments: int, vocab: int, 
     `parameters` and `moments` count the model's numbers beside the table, `vocab` its padded rows of the head.
     """
     size, activation = world.size, getattr(torch, config.dtype).itemsize
-    micro_tokens = max(config.micro_rows(size, stage.batch_tokens) for stage in config.stage_list) * config.seq_len
+    micro_tokens = config.most_micro_rows(size) * config.seq_len
     widths = 22 + 5 * (config.ngram_gate == "context")
     per_token = config.layers * (widths * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
     plan = {
@@ -490,12 +492,12 @@ class RunLog:
         folder = Path(config.out)
         stamp = f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
         self.run_id = config.run_id or stamp
-        path, here = folder / f"{self.run_id}.txt", Path(__file__).parent
-        sources = {name: (here / name).read_bytes() for name in SOURCES if (here / name).exists()}  # the kernel is optional
-        digests = {name: hashlib.sha256(source).hexdigest() for name, source in sources.items()}
         if config.eval_only:
             self.file = open(os.devnull, "w")  # an evaluation is no run
             return
+        path, here = folder / f"{self.run_id}.txt", Path(__file__).parent
+        sources = {name: (here / name).read_bytes() for name in SOURCES if (here / name).exists()}  # the kernel is optional
+        digests = {name: hashlib.sha256(source).hexdigest() for name, source in sources.items()}
         try:
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"--out={folder}: found a file, expected a folder for the log")

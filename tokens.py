@@ -355,10 +355,10 @@ def ngram_keys(tokens: Tensor, starts: Tensor, order: int) -> tuple[np.ndarray, 
     return keys.numpy(), (predecessors(starts.flatten()) >= order - 1).numpy()
 
 
-def table_report(config, dataset: Dataset, world_size: int, addresses, bounds: list[tuple[int, int]]) -> list[str]:
+def table_report(config, dataset: Dataset, world_size: int, addresses, channels: list[tuple]) -> list[str]:
     """Distinct n-grams, used rows and colliding reads of each order, and the rows' spread over owners, for the run's tokens.
 
-    `addresses` and `bounds` are train_gpt.py's ngram_addresses and channel_bounds(config).
+    `addresses` and `channels` are train_gpt.py's ngram_addresses and channels(config).
     """
     stream = dataset.train
     count = min(config.tokens_before(config.steps) // config.seq_len, stream.num_rows, max(1, REPORT_TOKENS // config.seq_len))
@@ -369,8 +369,7 @@ def table_report(config, dataset: Dataset, world_size: int, addresses, bounds: l
              f"{config.ngram_rows:,} rows, {world_size} rank{'s' * (world_size > 1)}"]
     owner_ends = [(rank + 1) * config.ngram_rows // world_size for rank in range(world_size)]
     owner_rows = 0
-    orders = (order for order in config.ngram_orders for _ in range(config.ngram_heads))
-    for order, (low, high), row in zip(orders, bounds, rows):
+    for (order, _, low, high, *_), row in zip(channels, rows):
         ngram, complete = ngram_keys(tokens, batch.starts, order)
         ngram = ngram[complete]
         used, slots = sort_unique(row.numpy()[complete])

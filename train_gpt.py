@@ -98,7 +98,7 @@ class Config:
     tie_until: float = flag(0.66, "fraction of the steps during which head and embedding are one matrix")
     # n-gram table
     ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table")
-    ngram_dim: int = flag(0, "width of a row, at most model_dim; 0: model_dim")
+    ngram_dim: int = flag(0, "width of what a position reads, at most model_dim; 0: model_dim")
     ngram_orders: tuple = flag((2, 3), "orders of the hashed n-grams")
     ngram_split: tuple = flag((), "shares of the rows by order, e.g. 1,3; empty: equal")
     ngram_heads: int = flag(1, "hashes an order, each with rows and multipliers of its own, and a prime modulus where there are several")
@@ -134,11 +134,7 @@ class Config:
             has_units = self.device == "cuda" or torch.cpu.get_capabilities().get("amx_bf16", False)
             object.__setattr__(self, "dtype", "bfloat16" if has_units else "float32")
         object.__setattr__(self, "value_embeds", tuple(block for block in self.value_embeds if 0 <= block < self.layers))
-
-        check_config(self, TRACKS, ROW_MULTIPLIERS)
-        smallest = min(high - low for low, high in channel_bounds(self)) if self.ngram_rows else 2
-        if smallest < 2:
-            raise SharedError(f"--ngram_rows: found {self.ngram_rows}, expected at least 2 rows a hash, one being reserved (found {smallest})")
+        check_config(self, TRACKS, ROW_MULTIPLIERS, channel_bounds)
 
     @functools.cached_property
     def stage_list(self) -> tuple[Stage, ...]:
@@ -172,6 +168,10 @@ class Config:
         share = -(-batch_tokens // self.seq_len // world_size)
         parts = -(-share // min(share, self.micro_batch_tokens // self.seq_len or share))
         return -(-share // parts)
+
+    def most_micro_rows(self, world_size: int) -> int:
+        """Of any stage."""
+        return max(self.micro_rows(world_size, stage.batch_tokens) for stage in self.stage_list)
 
     @property
     def ngram_row_dim(self) -> int:
@@ -306,14 +306,19 @@ def channel_hash(order: int, head: int, heads: int, rows: int) -> tuple[tuple[in
     return tuple(drawn[0]), tuple(drawn[1]), modulus
 
 
+def channels(config: Config) -> list[tuple]:
+    """(order, head, first row, last row + 1, row multipliers, sign multipliers, modulus) of each channel."""
+    hashes = itertools.product(config.ngram_orders, range(config.ngram_heads))
+    return [(order, head, low, high, *channel_hash(order, head, config.ngram_heads, high - low - 1))
+            for (order, head), (low, high) in zip(hashes, channel_bounds(config))]
+
+
 def hash_lines(config: Config) -> list[str]:
     """What the plan says of each hash, where there is more than the record's one an order."""
     if not config.ngram_rows or config.ngram_heads == 1:
         return []
-    channels = zip(itertools.product(config.ngram_orders, range(config.ngram_heads)), channel_bounds(config))
     return [f"  order {order}, head {head}: rows {low:,} to {high - 1:,}, modulus {modulus:,}, multipliers {rows}, of signs {signs}"
-            for (order, head), (low, high) in channels
-            for rows, signs, modulus in [channel_hash(order, head, config.ngram_heads, high - low - 1)]]
+            for order, head, low, high, rows, signs, modulus in channels(config)]
 
 
 def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
@@ -323,9 +328,8 @@ def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> t
     int64 [C, T] with C = orders x heads. The n-gram at t ends with tokens[t] and reads nothing before its segment. Exact integers.
     """
     history, rows, signs = predecessors(segment_starts), [], []
-    for (order, head), (low, high) in zip(itertools.product(config.ngram_orders, range(config.ngram_heads)), channel_bounds(config)):
+    for order, _, low, high, row_factors, sign_factors, modulus in channels(config):
         row_hash, sign_hash = torch.zeros_like(tokens), torch.zeros_like(tokens)
-        row_factors, sign_factors, modulus = channel_hash(order, head, config.ngram_heads, high - low - 1)
         for back, (row_factor, sign_factor) in enumerate(zip(row_factors, sign_factors)):
             token = tokens.roll(back)  # what it wraps around is masked below
             row_hash ^= row_factor * token
@@ -1088,6 +1092,7 @@ def cycle_steps(cycle: int, config: Config) -> range:
     first = cycle * config.ngram_update_every
     return range(first, min(first + config.ngram_update_every, config.steps))
 
+
 # =====================================================================================================================
 # The plan of a run: what it will need, from the config alone (harness.py prints it and holds it against the machine).
 # =====================================================================================================================
@@ -1165,8 +1170,8 @@ class Trainer:
     def plan_evaluation(self) -> list[tuple[Batch, Cycle | None]]:
         """This rank's validation micro-batches, each with its table plan; made once, since the tokens are always the same."""
         config, world = self.config, self.world
-        micro_rows = max(config.micro_rows(world.size, stage.batch_tokens) for stage in config.stage_list)
-        whole = rank_batch(self.dataset.val, 0, config.val_tokens // config.seq_len, micro_rows, self.dataset.doc_start, world)
+        whole = rank_batch(self.dataset.val, 0, config.val_tokens // config.seq_len, config.most_micro_rows(world.size),
+                           self.dataset.doc_start, world)
         parts = [Batch(*(t[None] for t in part)) for part in zip(whole.tokens, whole.targets, whole.starts)]
         return [(part, self.table and self.table.plan([part])) for part in parts]
 
@@ -1335,7 +1340,6 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
     config, world, first = trainer.config, trainer.world, progress.step
     clock, watch, waited_s = Clock(world, progress.train_time_s), LossWatch(world), 0.0
     every, started, graphs = config.ngram_update_every, progress.train_time_s, compiled_graphs()
-    vocab = trainer.model.head.shape[0]
     cycles = load_ahead(trainer.prepare, range(first // every, -(-config.steps // every)))
     for step in range(first, config.steps + 1):
         if step == config.steps or (config.val_every and step % config.val_every == 0):
@@ -1373,8 +1377,9 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
             failed = error
     log.sample(trainer, tokenizer, config.steps)
     if trainer.table and log.main:
-        for line in table_report(config, trainer.dataset, world.size, ngram_addresses, channel_bounds(config)):
+        for line in table_report(config, trainer.dataset, world.size, ngram_addresses, channels(config)):
             log.line(line)
+    vocab = trainer.model.head.shape[0]
     flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens * flops_per_token(config, vocab, stage.windows)
                 for stage in config.stage_list)
     log.shares(world, clock.seconds() - started, waited_s, trainer.table_time.seconds(), flops, peak_tflops(config, world),
@@ -1413,7 +1418,7 @@ def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float
         if world.main:
             print("\n".join(plan_lines(plan, world) + hash_lines(config)), flush=True)
         if config.table_report and world.main:
-            print("\n".join(table_report(config, dataset, world.size, ngram_addresses, channel_bounds(config))))
+            print("\n".join(table_report(config, dataset, world.size, ngram_addresses, channels(config))))
         if config.dry_run or config.table_report:
             return math.nan
         if world.device.type == "cpu":

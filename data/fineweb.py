@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tokens.py defines the shard format
 from harness import UserError
-from tokens import GPT2_DOC_START, GPT2_VOCAB_SIZE, TOKENIZER_FILE, Shard, open_shard
+from tokens import GPT2_DOC_START, GPT2_VOCAB_SIZE, TOKENIZER_FILE, Shard, open_shard, tokenizer_encoding
 
 REPO = "kjj0/fineweb10B-gpt2"
 NUM_TRAIN_SHARDS = 103
@@ -253,9 +253,9 @@ def verify(folders: list[Path]) -> None:
 
 def write_tokenizer(path: Path) -> None:
     """GPT-2's tokens in tiktoken's file format. Raises UserError where tiktoken cannot get them."""
-    from text import make_tokenizer, tokenizer_text  # data/text.py; the shards need none of it
+    from text import gpt2_tokens, tokenizer_text  # data/text.py; the shards need none of it
     part = path.with_suffix(".partial")
-    part.write_bytes(tokenizer_text(make_tokenizer("gpt2", GPT2_VOCAB_SIZE, ()).encoding))
+    part.write_bytes(tokenizer_text(tokenizer_encoding(gpt2_tokens())))
     part.replace(path)
     print(f"{path}: written")
 

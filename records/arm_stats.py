@@ -378,12 +378,6 @@ def describe_arm(name: str, runs: list[Run], target: float | None) -> dict:
     return arm
 
 
-def _source(run: Run) -> tuple | str | None:
-    """What tells two sources apart: the hashes of all the run's files, where its log has them."""
-    sources = run.header.get("sources")
-    return tuple(sorted(sources.items())) if sources else run.header.get("source_sha256")
-
-
 def _notes_on_arm(arm: dict, good: list[Run]) -> list[str]:
     notes = [f"failed: {failed['run']}: {failed['reason']}" for failed in arm["failed"]]
     early = [run for run in good if run.ended_early]
@@ -411,7 +405,7 @@ def _notes_on_arm(arm: dict, good: list[Run]) -> list[str]:
     if varied:
         shown = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in varied.items())
         notes.append(f"pools different configs: {shown} (--by with {next(iter(varied))} tells them apart)")
-    if len({_source(run) for run in good}) > 1:
+    if len({frozenset(run.sources.items()) for run in good}) > 1:
         notes.append("pools runs of different sources")
     for kind, places in (("loss", "outlier_losses"), ("time", "outlier_times")):
         flagged = [f"{good[i].name} ({good[i].final_loss})" if kind == "loss" else
@@ -479,7 +473,7 @@ def _notes_between(arms: list[dict], base: dict, by: list[str]) -> list[str]:
         changes = [f"{key} {_join(config.get(key, [UNKNOWN]))} ({_join(base_config.get(key, [UNKNOWN]))})"
                    for key in dict.fromkeys([*base_config, *config])
                    if key not in by and config.get(key) != base_config.get(key)]
-        sources = [{_source(run) for run in side["_runs"]} for side in (arm, base)]
+        sources = [{frozenset(run.sources.items()) for run in side["_runs"]} for side in (arm, base)]
         changes += ["its source"] if sources[0] != sources[1] else []
         if changes or not by:
             notes.append(f"{arm['name']} differs from {base['name']} in " + ("; ".join(changes) or "nothing but seeds"))

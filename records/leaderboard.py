@@ -84,17 +84,11 @@ def _record_folder(root: Path, name: str, runs: list[Run], track: str | None, da
     return folder / f"{date}_{name}"
 
 
-def _source_digests(header: dict) -> dict[str, str]:
-    """{source file: sha256}; logs of one-file trainers name only that one."""
-    return header.get("sources") or {"train_gpt.py": header["source_sha256"]}
-
-
 def _sources_of(runs_of: dict[Path, list[Run]], record: Path) -> dict[Path, Path]:
     """{source beside the logs: its place in the record}. Raises UserError where one lacks or has another hash."""
     found = {}
     for log, runs in runs_of.items():
-        headers = [run.header for run in runs if run.header.get("source_sha256")]
-        for name, digest in {item for header in headers for item in _source_digests(header).items()}:
+        for name, digest in {item for run in runs for item in run.sources.items()}:
             file_name = f"{Path(name).stem}_{digest[:16]}{Path(name).suffix}"
             kept = record / file_name
             places = (log.parent / file_name, log.parent.parent / file_name, kept)

@@ -71,6 +71,12 @@ class Run:
         return self.header.get("config") or {}
 
     @property
+    def sources(self) -> dict[str, str]:
+        """{source file: sha256}; logs of one-file trainers name only that one, other trainers' none."""
+        digest = self.header.get("source_sha256")
+        return self.header.get("sources") or ({"train_gpt.py": digest} if digest else {})
+
+    @property
     def seed(self) -> int | None:
         seed = self.config.get("seed")
         return seed if isinstance(seed, int) else None

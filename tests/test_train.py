@@ -19,7 +19,7 @@ import train_gpt
 from conftest import DOC_START, RECIPE, ROOT, TINY, VOCAB, markov_tokens, on_ranks, run_trainer, write_shard
 from harness import UserError, World, check_fits, join_world
 from train_gpt import (GPT, Config, NgramTable, RMSNorm, Rotate, SoftcappedLoss, SquaredReLU, Trainer, adam_update, attend,
-                       attention_mask, channel_bounds, lr_scale, muon_momentum, muon_update, ngram_addresses, orthogonalize, parse_args,
+                       attention_mask, channels, lr_scale, muon_momentum, muon_update, ngram_addresses, orthogonalize, parse_args,
                        rotary_table, rule_of)
 from tokens import Dataset, TokenStream, golden_stride, make_batch, open_dataset, open_shard, rank_batch, table_report
 
@@ -739,13 +739,13 @@ def test_table_report_counts_exactly(stream_of, tmp_path):
     shard = open_shard(write_shard(tmp_path / "r_train_1.bin", tokens, 10, 9))
     config = Config(seq_len=12, batch_tokens=12, val_tokens=12, steps=1, ngram_rows=2_000_000)
     dataset = Dataset(TokenStream([shard], 12, False), None, 10, 9, None)
-    lines = table_report(config, dataset, 2, ngram_addresses, channel_bounds(config))
+    lines = table_report(config, dataset, 2, ngram_addresses, channels(config))
     # Pairs inside segments: 91 12 21 12 23 31 12 | 91 12 23 -> 91 12 21 23 31; triples: 912 121 212 123 231 312 | 912 123.
     assert "order 2: 5 distinct n-grams in 10 reads; 5 of 1,000,000 rows used (0.0%); 0.0% of reads share" in lines[1]
     assert "order 3: 6 distinct n-grams in 8 reads; 6 of" in lines[2]
     assert "used rows by owner: 5 to 6" in lines[3]
     config = dataclasses.replace(config, ngram_rows=4)
-    crowded = table_report(config, dataset, 1, ngram_addresses, channel_bounds(config))
+    crowded = table_report(config, dataset, 1, ngram_addresses, channels(config))
     assert "1 of 2 rows used (50.0%); 100.0% of reads share" in crowded[1]
 
 
