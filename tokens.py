@@ -304,8 +304,9 @@ def tokenizer_for_samples(config, vocab_size: int):
 def canonical_ids(folder: str | Path, vocab_size: int) -> np.ndarray:
     """int64 [vocab_size]: for each token id the smallest id whose text is the same but for case, accents and white space.
 
-    Engram's canonical ids (arXiv:2601.07372): NFKC, accents off, lower case, runs of white space to one blank. A token that is no whole
-    text, one that nothing is left of, and the document start stand alone. Raises UserError where no tokenizer lies beside the shards.
+    Engram's canonical ids (arXiv:2601.07372): NFKC, accents off, lower case, runs of white space to one blank, none of it at the ends
+    (of white space alone one blank remains). A token that is no whole text, one that nothing is left of, and the document start stand
+    alone. Of GPT-2's 50,257 tokens that makes 32,974 classes (published: 32,980). Raises UserError where no tokenizer lies beside the shards.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer is None or tokenizer.n_vocab != vocab_size:
@@ -318,6 +319,7 @@ def canonical_ids(folder: str | Path, vocab_size: int) -> np.ndarray:
             text = unicodedata.normalize("NFKD", tokenizer.decode_single_token_bytes(token).decode())
             text = "".join(c for c in text if not unicodedata.combining(c)).lower()
             text = re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text))
+            text = text.strip() or text
             if text:
                 ids[token] = first.setdefault(text, token)
     return ids
