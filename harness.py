@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
@@ -292,6 +292,7 @@ def check_config(config, tracks: dict, orders: dict, channel_bounds) -> None:
     for name in ("dtype", "ngram_dtype"):
         need(getattr(config, name) in ("bfloat16", "float32"), name, "bfloat16 or float32")
     need(config.ngram_second_moment in ("row", "element"), "ngram_second_moment", "row or element")
+    need(config.ngram_device in ("auto", "cpu"), "ngram_device", "auto or cpu")
     for name, choices in (("ngram_combine", ("sum", "concat")), ("ngram_gate", ("scale", "context"))):
         need(getattr(config, name) in choices, name, " or ".join(choices))
     channels = len(config.ngram_orders) * config.ngram_heads
@@ -340,8 +341,14 @@ def plan_bytes(config, world: World, parameters: int, moments: int, vocab: int, 
     if config.ngram_rows:
         plan |= table_plan(config, world, tokens_on_disk)
     plan |= step_time_bounds(config, world, plan)
-    plan["bytes_per_rank"] = sum(value for name, value in plan.items() if name.endswith("_bytes"))
+    for place in ("", "host_") if any(name.startswith("host_") for name in plan) else ("",):
+        plan[f"{place}bytes_per_rank"] = sum(plan[name] for name in parts_of(plan, place))
     return plan
+
+
+def parts_of(plan: dict, place: str) -> list[str]:
+    """What a plan counts on the device (place "") or, beside a GPU, in host memory ("host_")."""
+    return [name for name in plan if name.endswith("_bytes") and name.startswith("host_") == bool(place)]
 
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40": 181, "4090": 165}  # dense bf16, from the makers' data sheets
@@ -365,7 +372,7 @@ def step_time_bounds(config, world: World, plan: dict) -> dict:
 
 
 def table_plan(config, world: World, tokens_on_disk: int) -> dict:
-    """The table's part of the plan. On the CPU rows and state count only as far as the run can touch them."""
+    """The table's part of the plan. In host memory rows and state count only as far as the run can touch them."""
     size, reads = world.size, len(config.ngram_orders) * config.ngram_heads
     shard = -(-config.ngram_rows // size)
     dim = config.ngram_row_dim
@@ -374,15 +381,16 @@ def table_plan(config, world: World, tokens_on_disk: int) -> dict:
     cycle_reads = -(-config.batch_tokens // config.seq_len // size) * config.seq_len * config.ngram_update_every * reads
     cycle_rows = min(config.ngram_rows, cycle_reads)
     rows_bytes, state_bytes = shard * row, shard * state
-    if world.device.type == "cpu":
+    apart = config.ngram_device == "cpu"  # in the hands of HostRows
+    if world.device.type == "cpu" or apart:
         tokens = min(config.tokens_before(config.steps), tokens_on_disk or math.inf)
         touched = min(shard, tokens * reads * 5 // 4 // size)  # hashes load the owners evenly, but not exactly
         rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # a row's first and last page hold others' bytes too
         state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
-    exchanged = cycle_rows * (size - 1) // size
+    exchanged, host = cycle_rows * (size - 1) // size, "host_" * (apart and world.device.type != "cpu")
     return {
-        "table_rows_bytes": rows_bytes, "table_state_bytes": state_bytes, "table_cache_bytes": 2 * cycle_rows * row * (size > 1),
-        "table_gradients_bytes": (1 + (size > 1)) * 4 * cycle_rows * dim,
+        f"{host}table_rows_bytes": rows_bytes, f"{host}table_state_bytes": state_bytes, **({f"{host}staging_bytes": 2 * STAGING_BYTES} if apart else {}),
+        "table_cache_bytes": 2 * cycle_rows * row * ((size > 1) + apart), "table_gradients_bytes": (1 + (size > 1) + apart) * 4 * cycle_rows * dim,
         "sign_pool_bytes": max(1, config.ngram_signs) * dim,
         "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
         "table_exchange_bytes_per_step": exchanged * (row + 4 * dim + 8) // config.ngram_update_every,
@@ -405,9 +413,9 @@ def keep_freed_memory() -> None:
             ctypes.CDLL(None).mallopt(option, value)
 
 
-def available_bytes(world: World) -> int:
-    """Memory that one rank may still take: free on its GPU, or its part of what is available on the host."""
-    if world.device.type == "cuda":
+def available_bytes(world: World, place: str) -> int:
+    """Memory that one rank may still take: free on its GPU, or its part of what is available on the host (for the CPU, or "host_")."""
+    if world.device.type == "cuda" and not place:
         return torch.cuda.mem_get_info(world.device)[0]
     meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -422,17 +430,19 @@ def available_bytes(world: World) -> int:
 
 def check_fits(plan: dict, world: World) -> None:
     """Refuse a run that cannot fit, before it allocates, and name the flag that shrinks its largest part."""
-    available = available_bytes(world)
-    if plan["bytes_per_rank"] <= available:
-        return
-    remedies = {"table_rows_bytes": "--ngram_rows", "table_state_bytes": "--ngram_rows", "table_cache_bytes": "--batch_tokens",
-                "table_gradients_bytes": "--batch_tokens", "activations_bytes": "--micro_batch_tokens",
-                "logits_bytes": "--head_chunk_tokens"}
-    largest = max((name for name in plan if name.endswith("_bytes")), key=plan.get)
-    gib = {name: f"{count / 2**30:.2f}" for name, count in (plan | {"available": available}).items()}
-    raise UserError(f"memory: found {gib['available']} GiB available to each of the {world.local_size} ranks of this host, "
-                    f"expected {gib['bytes_per_rank']} GiB by the plan, of which {largest.removesuffix('_bytes')} takes "
-                    f"{gib[largest]}; lower {remedies.get(largest, '--model_dim or --layers')} (see --dry_run)")
+    remedies = {"table_rows": "--ngram_rows", "table_state": "--ngram_rows", "table_cache": "--batch_tokens",
+                "table_gradients": "--batch_tokens", "activations": "--micro_batch_tokens", "logits": "--head_chunk_tokens"}
+    for place in ("", "host_"):
+        needed, available = plan.get(f"{place}bytes_per_rank", 0), available_bytes(world, place)
+        if needed > available:
+            largest = max(parts_of(plan, place), key=plan.get)
+            part = largest.removeprefix("host_").removesuffix("_bytes")
+            remedy = remedies.get(part, "--model_dim or --layers")
+            if part in ("table_rows", "table_state") and world.device.type == "cuda" and not place:
+                remedy += ", or keep the table in host memory with --ngram_device=cpu"
+            raise UserError(f"{place.replace('_', ' ')}memory: found {available / 2**30:.2f} GiB available to each of the {world.local_size} ranks "
+                            f"of this host, expected {needed / 2**30:.2f} GiB by the plan, of which {part} takes {plan[largest] / 2**30:.2f}; "
+                            f"lower {remedy} (see --dry_run)")
 
 
 # =====================================================================================================================
@@ -465,13 +475,53 @@ class TableKernel:
 
 
 def table_kernel(config, device: torch.device) -> TableKernel | None:
-    """The kernel, or None on a GPU, where a compiler is missing or fails, or where it cannot be kept."""
+    """The kernel for rows on `device`, or None on a GPU, where a compiler is missing or fails, or where it cannot be kept."""
     if device.type != "cpu" or not config.ngram_kernel:
         return None
     try:
         return TableKernel(config.ngram_dtype)
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+# =====================================================================================================================
+# Host memory beside a device: page-locked buffers, and a thread that does what it is told in order.
+# =====================================================================================================================
+
+STAGING_BYTES = 32 << 20  # of each buffer; longer ones fill the links no better
+
+
+def staging_buffer(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[n, columns] of host memory, at most STAGING_BYTES and at least a row; page-locked, so that a GPU reads and writes it by itself."""
+    rows = max(1, STAGING_BYTES // (columns * dtype.itemsize))
+    try:
+        return torch.empty(rows, columns, dtype=dtype, pin_memory=device.type == "cuda")
+    except RuntimeError as error:
+        raise UserError(f"--ngram_device=cpu: found no page-locked memory ({str(error).splitlines()[0]}), expected {STAGING_BYTES >> 20} MiB a "
+                        f"buffer, two a rank; raise the limit on locked memory (`ulimit -l`, or the container's), or leave the table on the GPU") from None
+
+
+class InOrder:
+    """One thread for calls that must follow each other. After a call that failed none is made, and whoever waits for one is told why."""
+
+    def __init__(self, name: str):
+        self.pool, self.latest = ThreadPoolExecutor(1, thread_name_prefix=name), None
+
+    def __call__(self, action, *arguments) -> Future:
+        before = self.latest
+
+        def act():
+            if before:
+                before.result()
+            return action(*arguments)
+
+        self.latest = self.pool.submit(act)
+        return self.latest
+
+    def settle(self) -> None:
+        """Wait for all calls so far."""
+        if self.latest:
+            self.latest.result()
 
 
 # =====================================================================================================================
@@ -546,9 +596,12 @@ class RunLog:
             text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
             self.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
 
-    def shares(self, world: World, seconds: float, waited_s: float, table_s: float, flops: float, peak: float, compiled: int) -> None:
+    def shares(self, world: World, seconds: float, waited_s: float, trainer, flops: float, peak: float, compiled: int) -> None:
         """Where the training time went: `flops` of all ranks, against `peak` TFLOP/s of one (0: unknown)."""
-        self.line(f"waited for data {waited_s:.2f} s, table {table_s:.2f} s of {seconds:.2f} s")
+        self.line(f"waited for data {waited_s:.2f} s, table {trainer.table_time.seconds():.2f} s of {seconds:.2f} s")
+        if trainer.table and trainer.table.host:
+            host_s = trainer.host_time.seconds()
+            self.line(f"waited for rows in host memory {host_s:.2f} s ({host_s / max(seconds, 1e-9):.1%} of the time)")
         if peak and seconds:
             reached = 1e-12 * flops / world.size / seconds
             self.line(f"{reached:.3f} TFLOP/s a rank, MFU {reached / peak:.1%} of {peak:g}")

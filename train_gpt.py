@@ -18,10 +18,12 @@ import mmap
 import os
 import sys
 import time
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import ContextManager
 
 import numpy as np
 import torch
@@ -32,10 +34,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import ScalingType
 from torch.optim.adamw import adamw
 
-from harness import (Checkpoints, Clock, LossWatch, Progress, RunLog, SharedError, StopSignal, Stopped, TimeShare, UserError,
+from harness import (Checkpoints, Clock, InOrder, LossWatch, Progress, RunLog, SharedError, StopSignal, Stopped, TimeShare, UserError,
                      World, check_config, check_fits, compiled_graphs, error_text, exit_status, find_checkpoint, flag,
                      join_world, keep_freed_memory, load_checkpoint, open_checkpoint, parse_flags, peak_tflops, plan_bytes,
-                     plan_lines, read_manifest, table_kernel, together)
+                     plan_lines, read_manifest, staging_buffer, table_kernel, together)
 from tokens import (Batch, Dataset, GPT2_VOCAB_SIZE, check_tokens, fingerprints, load_ahead, make_batch, ngram_keys,
                     open_dataset, predecessors, rank_batch, sort_unique, table_report, to_device, tokenizer_for_samples,
                     with_tensors)
@@ -107,6 +109,7 @@ class Config:
     ngram_gate: str = flag("scale", "what a block takes in: scale, a trained number times the memory, or context, a gated projection of it")
     ngram_layers: tuple = flag((), "blocks, counted from 0, that take the memory in; empty: all")
     ngram_signs: int = flag(8192, "sign patterns in the pool; 0: no signs")
+    ngram_device: str = flag("auto", "where the table lies: auto, beside the model, or cpu, in host memory, rows read ahead and updated there")
     ngram_dtype: str = flag("bfloat16", "type of the rows: bfloat16 or float32")
     ngram_second_moment: str = flag("row", "second moment of the row-sparse Adam: one a row, or one an element")
     ngram_lr: float = flag(0.56, "learning rate of the table before the schedule")
@@ -220,7 +223,7 @@ NOT_RESUMED = {"ranks", "device", "run_id", "out", "dry_run", "table_report", "e
 FREE_ON_RESUME = NOT_RESUMED | {
     "peak_tflops", "link_gbs", "resume", "log_every", "compile", "warmup_steps", "timeout_s", "checkpoint", "checkpoint_every",
     "checkpoint_keep", "data", "epochs", "micro_batch_tokens", "val_tokens", "val_every", "target_loss", "sample", "sample_tokens",
-    "head_chunk_tokens", "ngram_kernel"}
+    "head_chunk_tokens", "ngram_device", "ngram_kernel"}
 
 
 def parse_args(argv: list[str]) -> Config:
@@ -268,7 +271,7 @@ def resumed_config(given: dict) -> Config:
 
 # =====================================================================================================================
 # N-gram table: rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
-# Its seams: addressing (ngram_addresses), storage (zeros_where_touched), read (NgramTable.read), update (row_adam_update).
+# Its seams: addressing (ngram_addresses), storage (zeros_where_touched, HostRows), read (NgramTable.read), update (row_adam_update).
 # =====================================================================================================================
 
 # Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are record 92's.
@@ -368,7 +371,7 @@ def row_second_moment(grads: Tensor, second: Tensor, last: Tensor, update: int, 
     grads float32 [n, dim]; second float32 [n] (one number a row, of the mean square) or [n, dim]; last int32 [n], the update
     (from 1) at which the row was last touched, 0 for never; update, this one's number.
     """
-    owed = torch.pow(beta2, (update - last).float())
+    owed = torch.pow(beta2, (update - last).double()).float()  # torch's float32 powers differ by a row's place in the tensor
     if second.dim() == 1:
         mean_square = torch.linalg.vector_norm(grads, dim=1).square() / grads.shape[1]
         return torch.addcmul(mean_square * (1 - beta2), owed, second)
@@ -422,7 +425,7 @@ class Cycle:
     ask_counts: list[int]  # [W]: unique rows this rank reads from each owner
     serve_counts: list[int]  # [W]: rows each rank reads from this one
     served: Tensor  # int64 [sum(serve_counts)]
-    owned: Tensor  # int64 [u]: sorted unique of `served`
+    owned: Tensor | np.ndarray  # int64 [u]: sorted unique of `served`; an array, which no copy to a device takes along, for HostRows
     owned_slots: Tensor  # int64 [sum(serve_counts)]: index of each served row in `owned`
     pieces: int  # messages that a rank's rows are sent in
 
@@ -442,13 +445,15 @@ class NgramTable:
         self.block = max(1, (1 << 21) // config.ngram_row_dim) if world.device.type == "cpu" else 1 << 15
         self.max_message_bytes = MAX_MESSAGE_BYTES
         dtype, dim = getattr(torch, config.ngram_dtype), config.ngram_row_dim
-        self.rows = zeros_where_touched((num_rows, dim), dtype, world.device)
+        place = torch.device("cpu") if config.ngram_device == "cpu" else world.device
+        self.rows = zeros_where_touched((num_rows, dim), dtype, place)
         second_shape = (num_rows,) if config.ngram_second_moment == "row" else (num_rows, dim)
-        self.second = zeros_where_touched(second_shape, torch.float32, world.device)
-        self.last = zeros_where_touched((num_rows,), torch.int32, world.device)
+        self.second = zeros_where_touched(second_shape, torch.float32, place)
+        self.last = zeros_where_touched((num_rows,), torch.int32, place)
         self.pool = sign_pool(config, torch.int8).to(world.device)
         self.updates = 0
-        self.kernel = table_kernel(config, world.device)
+        self.kernel = table_kernel(config, place)
+        self.host = HostRows(self) if config.ngram_device == "cpu" else None
 
     # -- planning: in the loader's thread, on the CPU ---------------------------------------------------------------
 
@@ -478,26 +483,28 @@ class NgramTable:
         owned, owned_slots = sort_unique(served.numpy())
         heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_row_dim * 4
         slots = torch.from_numpy(slots)[:rows.numel()].view(rows.shape)
-        return Cycle(slots, rows if self.world.size == 1 else slots, signs, asked, ask_counts.tolist(), serve_counts, served,
-                     torch.from_numpy(owned), torch.from_numpy(owned_slots),
+        from_shard = self.world.size == 1 and not self.host  # see fetch
+        return Cycle(slots, rows if from_shard else slots, signs, asked, ask_counts.tolist(), serve_counts, served,
+                     owned if self.host else torch.from_numpy(owned), torch.from_numpy(owned_slots),
                      pieces=min(self.config.ngram_row_dim, max(1, -(-heaviest // self.max_message_bytes))))
 
     # -- reading and updating: in the training thread -------------------------------------------------------------------
 
-    def fetch(self, cycle: Cycle) -> Tensor:
+    def fetch(self, cycle: Cycle, waiting: ContextManager = nullcontext()) -> Tensor:
         """The rank's unique rows of a cycle, [n, dim] in the table's type, from their owners. A collective.
 
-        In a world of one the shard itself: no row of it changes before the cycle's last read.
+        In a world of one the shard itself: no row of it changes before the cycle's last read. `waiting` is held while rows in host
+        memory are awaited.
         """
+        rows, numbers = (self.host.fetch(cycle, waiting), cycle.owned_slots) if self.host else (self.rows, cycle.served)
         if self.world.size == 1:
-            return self.rows
-        served = self.rows.index_select(0, cycle.served)
-        return exchange_rows(served, cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
+            return rows
+        return exchange_rows(rows.index_select(0, numbers), cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
 
     def read(self, fetched: Tensor, reads: Tensor, signs: Tensor) -> Tensor:
         """reads (rows of `fetched`), signs int64 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
         out = torch.empty(reads.shape[1], fetched.shape[1], dtype=self.read_dtype, device=fetched.device)
-        if self.kernel:
+        if self.kernel and not out.is_cuda:
             self.kernel("read", len(out), *reads.shape, out.shape[1], fetched, self.pool, reads.contiguous(), signs.contiguous(), out)
             return out
         for low in range(0, len(out), self.block):
@@ -513,7 +520,7 @@ class NgramTable:
         With `fresh` what grads held before counts as zeros.
         """
         read_grad = read_grad.float()
-        if self.kernel:
+        if self.kernel and not grads.is_cuda:
             self.kernel("add_grad", len(grads), *slots.shape, grads.shape[1], fresh, grads, read_grad.contiguous(), self.pool,
                         slots.contiguous(), signs.contiguous())
             return
@@ -527,37 +534,48 @@ class NgramTable:
     def update(self, cycle: Cycle, grads: Tensor, lr: float) -> None:
         """Send the rows' gradients to their owners, sum them rank by rank, and update the owned rows. A collective."""
         self.updates += 1
-        config, ids, beta2 = self.config, cycle.owned, self.config.ngram_beta2
         received = exchange_rows(grads, cycle.ask_counts, cycle.serve_counts, cycle.pieces, self.world)
         summed = received  # in the order of `owned` already where it comes from one rank alone
         if sum(count > 0 for count in cycle.serve_counts) > 1:
-            summed = torch.zeros(len(ids), grads.shape[1], device=grads.device).index_add_(0, cycle.owned_slots, received)
+            summed = torch.zeros(len(cycle.owned), grads.shape[1], device=grads.device).index_add_(0, cycle.owned_slots, received)
+        (self.host.update if self.host else self.update_rows)(cycle.owned, summed, self.updates, lr)
+
+    def update_rows(self, ids: Tensor, grads: Tensor, update: int, lr: float) -> None:
+        """The rule, for rows `ids` int64 [n] of the shard with gradients float32 [n, dim], where the rows lie; each row by itself."""
+        config, beta2 = self.config, self.config.ngram_beta2
         if self.kernel:
-            step_size = lr * math.sqrt(1 - beta2**self.updates)
-            self.kernel("update", len(ids), grads.shape[1], self.second.dim() == 1, self.updates, step_size, beta2, ADAM_EPS,
-                        lr * config.ngram_wd, self.rows, ids, summed, self.second, self.last)
+            step_size = lr * math.sqrt(1 - beta2**update)
+            self.kernel("update", len(ids), grads.shape[1], self.second.dim() == 1, update, step_size, beta2, ADAM_EPS,
+                        lr * config.ngram_wd, self.rows, ids, grads, self.second, self.last)
             return
-        second = row_second_moment(summed, self.second.index_select(0, ids), self.last.index_select(0, ids), self.updates, beta2)
+        second = row_second_moment(grads, self.second.index_select(0, ids), self.last.index_select(0, ids), update, beta2)
         self.second.index_copy_(0, ids, second)
-        self.last.index_fill_(0, ids, self.updates)
+        self.last.index_fill_(0, ids, update)
         for low in range(0, len(ids), self.block):
             cut = slice(low, low + self.block)
-            rows = row_adam_update(self.rows.index_select(0, ids[cut]).float(), summed[cut], second[cut], self.updates, lr, beta2,
-                                   config.ngram_wd)
+            rows = row_adam_update(self.rows.index_select(0, ids[cut]).float(), grads[cut], second[cut], update, lr, beta2, config.ngram_wd)
             self.rows.index_copy_(0, ids[cut], rows.to(self.rows.dtype))
+
+    def settle(self) -> None:
+        """Wait until rows and state are those of the last update."""
+        if self.host:
+            self.host.thread.settle()
 
     def touched(self, cycle: Cycle) -> tuple:
         """A copy of all that an update with this cycle would change, for `put_back`."""
-        ids = cycle.owned
+        self.settle()
+        ids = torch.as_tensor(cycle.owned)
         return ids, self.rows[ids], self.second[ids], self.last[ids], self.updates
 
     def put_back(self, saved: tuple) -> None:
+        self.settle()
         ids, self.rows[ids], self.second[ids], self.last[ids], self.updates = saved
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
     def saved_parts(self):
         """Yield all touched rows with their state as dicts of CPU tensors, in order, some at a time; "ids" count over all ranks."""
+        self.settle()
         for ids in self.last.nonzero().squeeze(1).split(CHECKPOINT_PART_ROWS):
             yield {"ids": (ids + self.first_row).cpu(), "rows": self.rows[ids].cpu(), "second": self.second[ids].cpu(),
                    "last": self.last[ids].cpu()}
@@ -568,6 +586,97 @@ class NgramTable:
         ids = (part["ids"][low:high] - self.first_row).to(self.rows.device)
         for name in ("rows", "second", "last"):
             getattr(self, name)[ids] = part[name][low:high].to(self.rows.device)
+
+
+@dataclass
+class Ahead:
+    """A cycle's rows on their way to the device; the host thread's until `ready` is done."""
+    owned: np.ndarray  # int64 [u], the cycle's
+    before: np.ndarray | None = None  # `owned` of the cycle whose update is still to come first
+    rows: Tensor | None = None  # [u, dim] on the device
+    late: np.ndarray | None = None  # places in `owned` of the rows that the update will change
+    changing: np.ndarray | None = None  # places of these in `before`
+    ready: Future | None = None
+
+
+class HostRows:
+    """The way between a table in host memory and the device that trains: one thread, which does everything in order.
+
+    While a cycle computes, the rows of the next that it leaves alone go to the device. When its gradients come back, the rows that both
+    read are updated first, and follow; the others are updated beside the next cycle's computing. So no row is read before its update, and
+    no cycle waits for more than it must. All passes through two page-locked buffers; a node holds each row once, with the rank that owns it.
+    """
+
+    def __init__(self, table: NgramTable):
+        self.table, self.device, dim = table, table.world.device, table.rows.shape[1]
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.staged_rows = staging_buffer(dim, table.rows.dtype, self.device)
+        self.staged_grads = staging_buffer(dim, torch.float32, self.device)
+        self.thread, self.ahead = InOrder("host rows"), None
+
+    def look_ahead(self, current: Cycle, upcoming: Cycle) -> None:
+        """Begin to read the rows of the cycle that follows the current one's update."""
+        ahead = self.ahead = Ahead(upcoming.owned, current.owned)
+
+        def read_early():
+            _, ahead.late, ahead.changing = np.intersect1d(upcoming.owned, current.owned, assume_unique=True, return_indices=True)
+            self.to_device(ahead, np.delete(np.arange(len(ahead.owned)), ahead.late))
+
+        ahead.ready = self.thread(read_early)
+
+    def fetch(self, cycle: Cycle, waiting: ContextManager) -> Tensor:
+        """[u, dim] on the device: the cycle's `owned` rows as the last update left them."""
+        ahead = self.ahead
+        if ahead and ahead.owned is cycle.owned:
+            self.ahead = None
+            if ahead.before is not None:  # no update came
+                ahead.ready = self.thread(lambda: self.to_device(ahead, ahead.late))
+        else:
+            ahead = Ahead(cycle.owned)
+            ahead.ready = self.thread(self.to_device, ahead, np.arange(len(cycle.owned)))
+        with waiting:
+            ahead.ready.result()
+        if self.stream:
+            ahead.rows.record_stream(torch.cuda.current_stream())
+        return ahead.rows
+
+    def update(self, owned: np.ndarray, grads: Tensor, update: int, lr: float) -> None:
+        """Begin to update the rows `owned` with the gradients of their losses, float32 [u, dim] on the device."""
+        ahead = self.ahead = self.ahead if self.ahead and self.ahead.before is owned else None  # else what it has read would be stale
+        done = self.stream and torch.cuda.current_stream().record_event()
+
+        def shared_rows():
+            self.change(owned, ahead.changing, grads, done, update, lr)
+            self.to_device(ahead, ahead.late)
+
+        def other_rows():
+            places = np.arange(len(owned))
+            self.change(owned, np.delete(places, ahead.changing) if ahead else places, grads, done, update, lr)
+
+        if ahead:
+            ahead.before, ahead.ready = None, self.thread(shared_rows)
+        self.thread(other_rows)
+
+    def to_device(self, ahead: Ahead, places: np.ndarray) -> None:
+        """Copy the rows at these places of `owned`. In the thread; the copies are done when it returns."""
+        with torch.cuda.stream(self.stream):
+            if ahead.rows is None:
+                ahead.rows = self.staged_rows.new_empty(len(ahead.owned), self.staged_rows.shape[1], device=self.device)
+            for part in torch.from_numpy(places).split(len(self.staged_rows)):
+                ids = torch.from_numpy(ahead.owned)[part]
+                rows = torch.index_select(self.table.rows, 0, ids, out=self.staged_rows[:len(part)])
+                ahead.rows.index_copy_(0, part.to(self.device), rows.to(self.device))
+            if self.stream:
+                self.stream.synchronize()
+
+    def change(self, owned: np.ndarray, places: np.ndarray, grads: Tensor, done: torch.cuda.Event | None, update: int, lr: float) -> None:
+        """Update the rows at these places of `owned` once `grads` are `done`. In the thread."""
+        with torch.cuda.stream(self.stream):
+            if self.stream:
+                self.stream.wait_event(done)
+            for part in torch.from_numpy(places).split(len(self.staged_grads)):
+                part_grads = self.staged_grads[:len(part)].copy_(grads.index_select(0, part.to(self.device)))
+                self.table.update_rows(torch.from_numpy(owned)[part], part_grads, update, lr)
 
 
 # =====================================================================================================================
@@ -863,11 +972,18 @@ class GPT(nn.Module):
         head = self.embed if tied else self.head
         return SoftcappedLoss.apply(x.flatten(0, 1), head, targets.flatten(), self.config.head_chunk_tokens, self.config.fp8_head)
 
-    def logits(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, masks: tuple, rotary: Tensor, tied: bool) -> Tensor:
-        """Float32 [B, padded vocabulary] at the last position, for sampling."""
-        x = self.hidden(tokens, starts, memory, masks, rotary)[:, -1]
+    def logits(self, x: Tensor, tied: bool) -> Tensor:
+        """x [..., model_dim] of `hidden` -> float32 [..., padded vocabulary]."""
         head = self.embed if tied else self.head
         return SOFTCAP * torch.sigmoid((F.linear(x, head.to(x.dtype)).float() + 5) / 7.5)
+
+    def scores(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor, masks: tuple, rotary: Tensor, tied: bool) -> Tensor:
+        """float32 [2, B * L]: each position's loss in nats, and 1 where the likeliest token is the target."""
+        parts, chunk = [], self.config.head_chunk_tokens
+        for x, target in zip(self.hidden(tokens, starts, memory, masks, rotary).flatten(0, 1).split(chunk), targets.flatten().split(chunk)):
+            logits = self.logits(x, tied)
+            parts.append(torch.stack((F.cross_entropy(logits, target, reduction="none", ignore_index=-1), logits.argmax(-1) == target)))
+        return torch.cat(parts, dim=1)
 
 
 # =====================================================================================================================
@@ -1133,6 +1249,10 @@ def plan_for(config: Config) -> list[str]:
 # Training, evaluation and sampling.
 # =====================================================================================================================
 
+TIMES_TRAINED = ((-1, 0, "no n-gram"), (0, 1, "never met"), (1, 2, "met once"), (2, 10, "met 2 to 9 times"),
+                 (10, 100, "met 10 to 99 times"), (100, math.inf, "met 100 times or more"))  # what held_out splits by
+
+
 class Trainer:
     """The parts of a run, and the step, evaluation and sample that they make together. Its methods are collectives."""
 
@@ -1147,7 +1267,7 @@ class Trainer:
         self.mask = torch.compile(attention_mask, dynamic=False) if self.flex else attention_mask
         self.val = self.plan_evaluation()
         self.fetched = self.table_grads = self.asked = None  # of the update cycle under way
-        self.table_time = TimeShare(world)
+        self.table_time, self.host_time = TimeShare(world), TimeShare(world)
         self.carried = None  # (cycle, row numbers, gradients) that a checkpoint in the middle of a cycle holds
 
     # -- ahead of time, on the CPU -----------------------------------------------------------------------------------------
@@ -1177,9 +1297,11 @@ class Trainer:
 
     # -- on the device -------------------------------------------------------------------------------------------------------
 
-    def begin_cycle(self, plan: Cycle) -> None:
+    def begin_cycle(self, plan: Cycle, upcoming: Cycle | None) -> None:
         """Fetch the cycle's rows, and make room for their gradients, which begin with those of a resumed cycle."""
-        self.asked, self.fetched = plan.asked, self.table.fetch(plan)
+        self.asked, self.fetched = plan.asked, self.table.fetch(plan, self.host_time)
+        if self.table.host and upcoming:
+            self.table.host.look_ahead(plan, upcoming)
         self.table_grads = torch.empty(len(plan.asked), self.config.ngram_row_dim, device=self.world.device)
         if self.carried:
             ids, grads = (tensor.to(self.world.device) for tensor in self.carried[1:])
@@ -1199,8 +1321,8 @@ class Trainer:
             self.carried = (step // self.config.ngram_update_every, *(torch.cat([part[key] for part in (none, *parts)])
                                                                        for key in ("ids", "grads")))
 
-    def train_step(self, step: int, batch: Batch, plan: Cycle | None, stop: bool = False) -> Tensor:
-        """One step; `plan` is that of the whole update cycle.
+    def train_step(self, step: int, batch: Batch, plan: Cycle | None, stop: bool = False, upcoming: Cycle | None = None) -> Tensor:
+        """One step; `plan` is that of the whole update cycle, `upcoming` of the one that follows, where that is known.
 
         Returns float32 [2] on the device: the mean loss of all ranks, and how many of them want to `stop`.
         """
@@ -1208,7 +1330,7 @@ class Trainer:
         index, batch_tokens = step % config.ngram_update_every, config.stage(step).batch_tokens
         if table and (index == 0 or self.fetched is None):
             with self.table_time:
-                self.begin_cycle(plan)
+                self.begin_cycle(plan, upcoming)
         for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
             memory = None
             if table:
@@ -1250,46 +1372,62 @@ class Trainer:
         plan = to_device(plan, self.world.device)
         return self.table.read(self.table.fetch(plan), plan.reads[0], plan.signs[0]).view(*batch.tokens.shape[1:], -1)
 
+    @torch.no_grad()
     def evaluate(self, step: int, parts: int | None = None) -> float:
         """Mean loss in nats a token over the validation tokens of all ranks, or over each rank's first micro-batches."""
-        loss, count = self.val_losses(step, self.val[:parts])
-        return loss / count
-
-    @torch.no_grad()
-    def val_losses(self, step: int, val: list[tuple[Batch, Cycle | None]], with_table: bool = True) -> tuple[float, int]:
-        """Sum of the losses in nats over all ranks, and of how many tokens."""
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for batch, plan in val:
+        for batch, plan in self.val[:parts]:
             memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
             tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
-            if memory is not None and not with_table:
-                memory.zero_()
             total[0] += self.forward(tokens, starts, memory, targets, **self.stage_inputs(step, starts))
             total[1] += (targets >= 0).sum()
         dist.all_reduce(total)
-        return float(total[0]), int(total[1])
+        return float(total[0] / total[1])
 
+    @torch.no_grad()
     def held_out(self, step: int, val_loss: float) -> list[str]:
-        """What the table does on validation tokens: the loss without it, and where the n-gram was trained on before and where not.
-
-        val_loss is that of `evaluate`.
+        """What the table does on validation tokens: loss and accuracy with it and with zeros in place of what it says, in all and by how
+        often the n-gram was trained on. val_loss is that of `evaluate`.
         """
-        config, stream = self.config, self.dataset.train
-        off, count = self.val_losses(step, self.val, with_table=False)
-        whole, lines = val_loss * count, [f"held out: val_loss {val_loss:.5f} over {count:,} tokens, {off / count:.5f} with the table switched off"]
-        rows = min(config.tokens_before(step) // config.seq_len, stream.num_rows)
-        trained = make_batch(stream.read(0, rows), rows, max(1, rows), self.dataset.doc_start)
-        for order in config.ngram_orders:
-            keys, complete = ngram_keys(self.dataset.classes(trained.tokens), trained.starts, order)
-            known, val = np.unique(keys[complete]), []
-            for batch, plan in self.val:
-                keys, complete = ngram_keys(self.dataset.classes(batch.tokens), batch.starts, order)
-                seen = torch.from_numpy(complete & np.isin(keys, known)).view(batch.targets.shape)
-                val.append((replace(batch, targets=batch.targets.where(seen, -1)), plan))
-            loss, seen = self.val_losses(step, val)
-            lines.append(f"  order {order}: {loss / max(1, seen):.5f} over {seen:,} tokens whose n-gram was trained on, "
-                         f"{(whole - loss) / max(1, count - seen):.5f} over {count - seen:,} others")
-        return lines
+        scores = []  # of each micro-batch: with the table, without, and 1; float64 [5, B * L]
+        for batch, plan in self.val:
+            memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
+            tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
+            both = [self.model.scores(tokens, starts, said, targets, **self.stage_inputs(step, starts))
+                    for said in (memory, None if memory is None else torch.zeros_like(memory))]
+            scores.append(torch.cat((*both, torch.ones_like(both[0][:1]))).double().mul_(targets.flatten() >= 0).cpu())
+        scores, lines = torch.cat(scores, dim=1), []
+        for order in self.config.ngram_orders if self.table else ():
+            times = self.times_trained(step, order)
+            for low, high, name in TIMES_TRAINED:
+                part = scores[:, (times >= low) & (times < high)].sum(1)
+                dist.all_reduce(part)
+                loss, right, loss_off, right_off = (part[:4] / part[4].clamp(min=1)).tolist()
+                lines.append(f"  order {order}, {name}: {int(part[4]):,} tokens, loss {loss:.5f} ({loss_off:.5f}), right {right:.4f} ({right_off:.4f})")
+        whole = scores.sum(1)
+        dist.all_reduce(whole)
+        _, right, loss_off, right_off = (whole[:4] / whole[4]).tolist()
+        return [f"held out: val_loss {val_loss:.5f} over {int(whole[4]):,} tokens, {loss_off:.5f} with the table switched off; "
+                f"next token right in {right:.4f}, off {right_off:.4f}", *lines]
+
+    def times_trained(self, step: int, order: int) -> Tensor:
+        """int64 [N], for all of this rank's validation positions: how often the steps before this one met the n-gram that ends there.
+
+        -1 where its segment is too short for one. Tokens read again in a later epoch count once.
+        """
+        config, stream, trained = self.config, self.dataset.train, []
+        for stage in config.stage_list:
+            first, last = (min(config.tokens_before(min(at, step)) // config.seq_len, stream.num_rows) for at in (stage.first, stage.end))
+            batch = make_batch(stream.read(first, last - first), last - first, max(1, last - first), self.dataset.doc_start, stage.length)
+            keys, complete = ngram_keys(self.dataset.classes(batch.tokens), batch.starts, order)
+            trained.append(keys[complete])
+        known, times = np.unique(np.concatenate((*trained, [-1])), return_counts=True)  # -1: no n-gram, so that there always is one
+        found = []
+        for batch, _ in self.val:
+            keys, complete = ngram_keys(self.dataset.classes(batch.tokens), batch.starts, order)
+            at = np.searchsorted(known, keys).clip(max=len(known) - 1)
+            found.append(np.where(complete, np.where(known[at] == keys, times[at], 0), -1))
+        return torch.from_numpy(np.concatenate(found))
 
     @torch.no_grad()
     def sample(self, step: int, prompt: list[int]) -> list[int]:
@@ -1302,7 +1440,9 @@ class Trainer:
             memory = self.read_memory(batch, self.table and self.table.plan([batch]))
             batch = to_device(batch, self.world.device)
             tokens, starts = batch.tokens[0], batch.starts[0]
-            logits = self.model.logits(tokens, starts, memory, **self.stage_inputs(step, starts))[0, :self.dataset.vocab_size].cpu()
+            inputs = self.stage_inputs(step, starts)
+            tied = inputs.pop("tied")
+            logits = self.model.logits(self.model.hidden(tokens, starts, memory, **inputs)[0, -1], tied)[:self.dataset.vocab_size].cpu()
             ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
         return ids[1:]
 
@@ -1327,7 +1467,7 @@ class Trainer:
             tensor.copy_(old)
         self.optimizer.updates = updates
         self.fetched = self.table_grads = self.asked = None
-        self.table_time = TimeShare(self.world)
+        self.table_time, self.host_time = TimeShare(self.world), TimeShare(self.world)
 
 
 def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.device) -> tuple[list[Batch], Cycle | None]:
@@ -1338,12 +1478,14 @@ def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.devi
 def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoints: Checkpoints, stop: StopSignal) -> float:
     """The training loop, from where `progress` stands. Returns the final validation loss."""
     config, world, first = trainer.config, trainer.world, progress.step
-    clock, watch, waited_s = Clock(world, progress.train_time_s), LossWatch(world), 0.0
+    clock, watch, waited_s, upcoming = Clock(world, progress.train_time_s), LossWatch(world), 0.0, None
     every, started, graphs = config.ngram_update_every, progress.train_time_s, compiled_graphs()
     cycles = load_ahead(trainer.prepare, range(first // every, -(-config.steps // every)))
     for step in range(first, config.steps + 1):
         if step == config.steps or (config.val_every and step % config.val_every == 0):
             watch.settle()
+            if trainer.table:
+                trainer.table.settle()
             clock.stop()
             val_loss = validate(trainer, log, progress, clock)
         if step == config.steps:
@@ -1352,10 +1494,10 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
             clock.start()
         if step % every == 0 or step == first:
             began = time.perf_counter()
-            prepared = next(cycles)
+            prepared, upcoming = upcoming or next(cycles), next(cycles, None)
             waited_s += time.perf_counter() - began
             batches, plan = to_device_all(prepared, world.device)
-        watch.push(step, trainer.train_step(step, batches[step % every], plan, stop.signum > 0))
+        watch.push(step, trainer.train_step(step, batches[step % every], plan, stop.signum > 0, upcoming and upcoming[1]))
         done = progress.step = step + 1
         seconds = progress.train_time_s = clock.seconds()
         rate = config.tokens_before(done) / seconds
@@ -1382,8 +1524,7 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
     vocab = trainer.model.head.shape[0]
     flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens * flops_per_token(config, vocab, stage.windows)
                 for stage in config.stage_list)
-    log.shares(world, clock.seconds() - started, waited_s, trainer.table_time.seconds(), flops, peak_tflops(config, world),
-               compiled_graphs() - graphs)
+    log.shares(world, clock.seconds() - started, waited_s, trainer, flops, peak_tflops(config, world), compiled_graphs() - graphs)
     log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * clock.seconds():.0f}ms")
     outcome = f"met at step:{progress.met[0]} train_time:{1e3 * progress.met[1]:.0f}ms" if progress.met else "not met"
     log.line(f"target val_loss:{config.target_loss} {outcome}")
@@ -1423,6 +1564,8 @@ def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float
             return math.nan
         if world.device.type == "cpu":
             keep_freed_memory()
+        elif config.ngram_device == "cpu":  # torchrun leaves each rank one thread
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
         together(world, lambda: check_fits(plan, world))
         together(world, lambda: check_tokens(config, dataset, world))
         data = together(world, lambda: fingerprints(config, dataset))
@@ -1445,7 +1588,7 @@ def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, l
     """Everything that a run does once it may start. Returns the last validation loss."""
     trainer, progress, run_ids = Trainer(config, world, dataset), Progress(), [log.run_id]
     dist.broadcast_object_list(run_ids)
-    if trainer.table and trainer.table.kernel is None and config.ngram_kernel and config.device == "cpu":
+    if trainer.table and trainer.table.kernel is None and config.ngram_kernel and trainer.table.rows.device.type == "cpu":
         log.line("the table's kernel did not compile (is there a C++ compiler, `c++`?); tensor operations do its work, slower")
     if dataset.canonical is not None:
         log.line(f"canonical ids: {len(dataset.canonical.unique()):,} classes of {dataset.vocab_size:,} tokens")

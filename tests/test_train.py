@@ -1,6 +1,7 @@
 """The trainer: flags, stream, model, update rules, and whole runs on one and several ranks."""
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -589,36 +590,48 @@ def slow_ngrams(tokens: list[int], order: int) -> list[tuple | None]:
     return found
 
 
-def test_held_out_loss_splits_by_what_was_trained_on(tiny):
-    config = parse_args([*tiny, "--val_tokens=512", "--micro_batch_tokens=256", "--tie_until=1"])
+def test_held_out_scores_split_by_how_often_an_ngram_was_trained_on(tiny):
+    """Against a count of n-grams as tuples and a loss a row at a time; with a stage of short segments, which hold fewer n-grams."""
+    config = parse_args([*tiny, "--val_tokens=512", "--micro_batch_tokens=256", "--tie_until=1", "--stages=1/2:1:32-32:1:8,1:1:32-32:1"])
     with join_world(config) as world:
         trainer = Trainer(config, world, open_dataset(config))
-        for step in range(3):
+        for step in range(15):
             batches, cycle = trainer.prepare(step)
             trainer.train_step(step, batches[0], cycle)
-        lines = trainer.held_out(3, trainer.evaluate(3))
-        rows = {"train": trainer.dataset.train.read(0, 3 * 48), "val": trainer.dataset.val.read(0, 16)}
-        losses, without = [], []
+        lines = trainer.held_out(15, trainer.evaluate(15))
+        rows = {"train": trainer.dataset.train.read(0, 15 * 48), "val": trainer.dataset.val.read(0, 16)}
+        scores = []
         for row in rows["val"]:
             batch = make_batch(row[None], 1, 1, DOC_START)
             numbers, signs = train_gpt.ngram_addresses(batch.tokens.flatten(), batch.starts.flatten(), config)
             memory = trainer.table.read(trainer.table.rows, numbers, signs)[None]
-            for kept, into in ((memory, losses), (torch.zeros_like(memory), without)):
+            for said in (memory, torch.zeros_like(memory)):
                 with torch.no_grad():
-                    x = trainer.model.hidden(batch.tokens[0], batch.starts[0], kept, **stage_inputs(config, batch.starts[0]))
+                    x = trainer.model.hidden(batch.tokens[0], batch.starts[0], said, **stage_inputs(config, batch.starts[0]))
                     logits = 23 * torch.sigmoid((F.linear(x[0], trainer.model.embed) + 5) / 7.5)
-                into.append(F.cross_entropy(logits, row[1:], reduction="none"))
-    losses, without = torch.stack(losses), torch.stack(without)
-    whole, count, off = re.search(r"val_loss (\S+) over (\d+) tokens, (\S+) with", lines[0]).groups()
-    assert (float(whole), int(count), float(off)) == (pytest.approx(losses.mean().item(), abs=2e-5), 512, pytest.approx(without.mean().item(), abs=2e-5))
-    assert float(off) != float(whole)
-    for order, line in zip((2, 3), lines[1:], strict=True):
-        known = {ngram for row in rows["train"] for ngram in slow_ngrams(row[:-1].tolist(), order)} - {None}
-        seen = torch.tensor([[ngram in known for ngram in slow_ngrams(row[:-1].tolist(), order)] for row in rows["val"]])
-        found = re.search(r"order (\d): (\S+) over (\d+) tokens .*, (\S+) over (\d+) others", line).groups()
-        assert [float(number) for number in found] == pytest.approx(
-            [float(x) for x in (order, losses[seen].mean(), seen.sum(), losses[~seen].mean(), (~seen).sum())], abs=2e-5)
-        assert 0 < seen.sum() < 512
+                scores += [F.cross_entropy(logits, row[1:], reduction="none"), (logits.argmax(1) == row[1:]).float()]
+    scores = torch.stack(scores).view(16, 4, 32).transpose(0, 1)
+    whole = re.search(r"val_loss (\S+) over (\d+) tokens, (\S+) with .* right in (\S+), off (\S+)", lines[0]).groups()
+    loss, right, loss_off, right_off = scores.mean((1, 2)).tolist()
+    assert [float(number) for number in whole] == pytest.approx([loss, 512, loss_off, right, right_off], abs=6e-5)
+    assert loss != loss_off and right != right_off
+    found, seen = iter(lines[1:]), set()
+    for order in (2, 3):
+        trained = collections.Counter()
+        for number, row in enumerate(rows["train"].tolist()):
+            width = 8 if number < 10 * 48 else 32
+            for first in range(0, 32, width):
+                trained.update(slow_ngrams(row[first:first + width], order))
+        ngrams = [slow_ngrams(row[:-1].tolist(), order) for row in rows["val"]]
+        times = torch.tensor([[-1 if ngram is None else trained[ngram] for ngram in row] for row in ngrams])
+        for name, here in {"no n-gram": times < 0, "never met": times == 0, "met once": times == 1, "met 2 to 9 times": (times > 1) & (times < 10),
+                           "met 10 to 99 times": (times > 9) & (times < 100), "met 100 times or more": times > 99}.items():
+            line = next(found)
+            got = re.fullmatch(rf"  order {order}, {name}: (\d+) tokens, loss (\S+) \((\S+)\), right (\S+) \((\S+)\)", line).groups()
+            means = [scores[i][here].mean().item() if here.any() else 0.0 for i in (0, 2, 1, 3)]
+            assert [float(number) for number in got] == pytest.approx([here.sum().item(), *means], abs=6e-5), line
+            seen |= {name} if here.any() else set()
+    assert next(found, None) is None and len(seen) >= 5
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path):
