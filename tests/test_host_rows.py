@@ -202,7 +202,7 @@ def test_the_plan_holds_host_and_device_apart(monkeypatch):
     assert "table_rows_bytes" not in host and not any(name.startswith("host_") for name in auto)
     assert host["host_bytes_per_rank"] == host["host_table_rows_bytes"] + host["host_table_state_bytes"] + (64 << 20)
     more = sum(host[name] - auto[name] for name in ("table_cache_bytes", "table_gradients_bytes"))  # of the cycle that is on its way
-    assert 0 < more < 2**30 and auto["bytes_per_rank"] - host["bytes_per_rank"] == rows * (768 * 2 + 8) - more
+    assert 0 < more < 2**31 and auto["bytes_per_rank"] - host["bytes_per_rank"] == rows * (768 * 2 + 8) - more
     memory = {"": 80 << 30, "host_": 10 << 30}
     monkeypatch.setattr(harness, "available_bytes", lambda world, place: memory[place])
     check_fits(auto, world)
