@@ -348,6 +348,8 @@ def sort_unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     slots = np.empty(len(ids), np.int64)
     slots[order] = np.cumsum(first) - 1
     return ids[first], slots
+
+
 REPORT_TOKENS = 1 << 23  # enough to see the trend, seconds to count
 
 
@@ -355,6 +357,31 @@ def ngram_keys(tokens: Tensor, starts: Tensor, order: int) -> tuple[np.ndarray, 
     """tokens int64 [..., L], starts bool -> the n-gram that ends at each position as an int64, and whether its segment holds all of it."""
     keys = sum(tokens.flatten().roll(back) << 16 * back for back in range(order))
     return keys.numpy(), (predecessors(starts.flatten()) >= order - 1).numpy()
+
+
+TIMES_TRAINED = {"no n-gram": (-1, 0), "never met": (0, 1), "met once": (1, 2), "met 2 to 9 times": (2, 10),
+                 "met 10 to 99 times": (10, 100), "met 100 times or more": (100, math.inf)}  # the classes that an evaluation tells apart
+
+
+def times_trained(config, dataset: Dataset, step: int, batches: list[Batch], order: int) -> np.ndarray:
+    """int64 [N], for all positions of the batches: how often the steps before `step` met the n-gram that ends there.
+
+    -1 where its segment is too short for one. Tokens read again in a later epoch count once.
+    """
+    def keys_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return ngram_keys(dataset.classes(batch.tokens), batch.starts, order)
+
+    stream, trained = dataset.train, [np.array([-1])]  # which is no n-gram's
+    for stage in config.stage_list:
+        first, last = (min(config.tokens_before(min(at, step)) // config.seq_len, stream.num_rows) for at in (stage.first, stage.end))
+        keys, complete = keys_of(make_batch(stream.read(first, last - first), last - first, max(1, last - first), dataset.doc_start, stage.length))
+        trained.append(keys[complete])
+    known, times = np.unique(np.concatenate(trained), return_counts=True)
+    found = []
+    for keys, complete in map(keys_of, batches):
+        at = np.searchsorted(known, keys).clip(max=len(known) - 1)
+        found.append(np.where(complete, np.where(known[at] == keys, times[at], 0), -1))
+    return np.concatenate(found)
 
 
 def table_report(config, dataset: Dataset, world_size: int, addresses, channels: list[tuple]) -> list[str]:

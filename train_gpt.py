@@ -38,9 +38,8 @@ from harness import (Checkpoints, Clock, InOrder, LossWatch, Progress, RunLog, S
                      World, check_config, check_fits, compiled_graphs, error_text, exit_status, find_checkpoint, flag,
                      join_world, keep_freed_memory, load_checkpoint, open_checkpoint, parse_flags, peak_tflops, plan_bytes,
                      plan_lines, read_manifest, staging_buffer, table_kernel, together)
-from tokens import (Batch, Dataset, GPT2_VOCAB_SIZE, check_tokens, fingerprints, load_ahead, make_batch, ngram_keys,
-                    open_dataset, predecessors, rank_batch, sort_unique, table_report, to_device, tokenizer_for_samples,
-                    with_tensors)
+from tokens import (Batch, Dataset, GPT2_VOCAB_SIZE, TIMES_TRAINED, check_tokens, fingerprints, load_ahead, make_batch, open_dataset,
+                    predecessors, rank_batch, sort_unique, table_report, times_trained, to_device, tokenizer_for_samples, with_tensors)
 
 
 # =====================================================================================================================
@@ -1249,10 +1248,6 @@ def plan_for(config: Config) -> list[str]:
 # Training, evaluation and sampling.
 # =====================================================================================================================
 
-TIMES_TRAINED = ((-1, 0, "no n-gram"), (0, 1, "never met"), (1, 2, "met once"), (2, 10, "met 2 to 9 times"),
-                 (10, 100, "met 10 to 99 times"), (100, math.inf, "met 100 times or more"))  # what held_out splits by
-
-
 class Trainer:
     """The parts of a run, and the step, evaluation and sample that they make together. Its methods are collectives."""
 
@@ -1397,9 +1392,9 @@ class Trainer:
                     for said in (memory, None if memory is None else torch.zeros_like(memory))]
             scores.append(torch.cat((*both, torch.ones_like(both[0][:1]))).double().mul_(targets.flatten() >= 0).cpu())
         scores, lines = torch.cat(scores, dim=1), []
-        for order in self.config.ngram_orders if self.table else ():
-            times = self.times_trained(step, order)
-            for low, high, name in TIMES_TRAINED:
+        for order in self.config.ngram_orders:
+            times = torch.from_numpy(times_trained(self.config, self.dataset, step, [batch for batch, _ in self.val], order))
+            for name, (low, high) in TIMES_TRAINED.items():
                 part = scores[:, (times >= low) & (times < high)].sum(1)
                 dist.all_reduce(part)
                 loss, right, loss_off, right_off = (part[:4] / part[4].clamp(min=1)).tolist()
@@ -1409,25 +1404,6 @@ class Trainer:
         _, right, loss_off, right_off = (whole[:4] / whole[4]).tolist()
         return [f"held out: val_loss {val_loss:.5f} over {int(whole[4]):,} tokens, {loss_off:.5f} with the table switched off; "
                 f"next token right in {right:.4f}, off {right_off:.4f}", *lines]
-
-    def times_trained(self, step: int, order: int) -> Tensor:
-        """int64 [N], for all of this rank's validation positions: how often the steps before this one met the n-gram that ends there.
-
-        -1 where its segment is too short for one. Tokens read again in a later epoch count once.
-        """
-        config, stream, trained = self.config, self.dataset.train, []
-        for stage in config.stage_list:
-            first, last = (min(config.tokens_before(min(at, step)) // config.seq_len, stream.num_rows) for at in (stage.first, stage.end))
-            batch = make_batch(stream.read(first, last - first), last - first, max(1, last - first), self.dataset.doc_start, stage.length)
-            keys, complete = ngram_keys(self.dataset.classes(batch.tokens), batch.starts, order)
-            trained.append(keys[complete])
-        known, times = np.unique(np.concatenate((*trained, [-1])), return_counts=True)  # -1: no n-gram, so that there always is one
-        found = []
-        for batch, _ in self.val:
-            keys, complete = ngram_keys(self.dataset.classes(batch.tokens), batch.starts, order)
-            at = np.searchsorted(known, keys).clip(max=len(known) - 1)
-            found.append(np.where(complete, np.where(known[at] == keys, times[at], 0), -1))
-        return torch.from_numpy(np.concatenate(found))
 
     @torch.no_grad()
     def sample(self, step: int, prompt: list[int]) -> list[int]:

@@ -57,31 +57,35 @@ def test_compiled_model_equals_the_eager_one():
         assert (eager - fused).norm() <= 5e-2 * eager.norm() and eager.norm() > 0
 
 
+@pytest.mark.parametrize("place", ["auto", "cpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_table_equals_the_one_on_the_cpu(dtype):
+def test_table_equals_the_one_on_the_cpu(dtype, place):
     results = []
     for device in ("cpu", "cuda"):
         config = parse_args(["--track=cpu", f"--device={device}", "--ngram_rows=1003", "--model_dim=64", "--ngram_dim=64", f"--ngram_dtype={dtype}",
-                             "--no_ngram_kernel", "--dtype=float32"])
+                             "--no_ngram_kernel", "--dtype=float32", f"--ngram_device={place}"])
         generator = torch.Generator().manual_seed(0)
         with join_world(config) as world:
             table = NgramTable(config, world)
-            for _ in range(20):
-                rows, signs = (torch.randint(0, high, (1, 2, 500), generator=generator) for high in (1003, 8192))
-                cycle = train_gpt.to_device(table.route(rows, signs), world.device)
+            routes = [table.route(*(torch.randint(0, high, (1, 2, 500), generator=generator) for high in (1003, 8192))) for _ in range(20)]
+            cycles = [train_gpt.to_device(cycle, world.device) for cycle in routes]
+            for cycle, upcoming in zip(cycles, [*cycles[1:], None]):
                 read = table.read(table.fetch(cycle), cycle.reads[0], cycle.signs[0])
+                if table.host and upcoming:
+                    table.host.look_ahead(cycle, upcoming)
                 grads = torch.empty(len(cycle.asked), 64, device=world.device)
                 table.add_grad(grads, cycle.slots[0], cycle.signs[0], torch.randn(500, 64, generator=generator).to(world.device), fresh=True)
                 table.update(cycle, grads, 0.1)
+            table.settle()
             results.append([t.float().cpu() for t in (read, table.rows, table.second, table.last)])
     for ours, reference in zip(*results):
         torch.testing.assert_close(ours, reference, rtol=2e-2 if dtype == "bfloat16" else 1e-3, atol=1e-2 if dtype == "bfloat16" else 1e-4)
 
 
-@pytest.mark.parametrize("compiled", ["--no_compile", "--compile"])
-def test_a_run_ends_where_the_cpus_does(tiny_data, tmp_path, compiled):
+@pytest.mark.parametrize("more", [["--no_compile"], ["--compile"], ["--compile", "--ngram_device=cpu", "--ngram_update_every=2"]])
+def test_a_run_ends_where_the_cpus_does(tiny_data, tmp_path, more):
     data = [f"--data={tiny_data}", f"--out={tmp_path}"]
-    on_gpu, on_cpu = train_gpt.main(flags("cuda", *data, compiled)), train_gpt.main(flags("cpu", *data, "--dtype=float32"))
+    on_gpu, on_cpu = train_gpt.main(flags("cuda", *data, *more)), train_gpt.main(flags("cpu", *data, "--dtype=float32", *more[2:]))
     assert on_gpu == pytest.approx(on_cpu, abs=0.03)
 
 

@@ -634,6 +634,15 @@ def test_held_out_scores_split_by_how_often_an_ngram_was_trained_on(tiny):
     assert next(found, None) is None and len(seen) >= 5
 
 
+def test_held_out_scores_of_a_run_without_a_table_are_the_same_twice(tiny):
+    config = parse_args([*tiny, "--val_tokens=512", "--ngram_rows=0"])
+    with join_world(config) as world:
+        trainer = Trainer(config, world, open_dataset(config))
+        lines = trainer.held_out(10, trainer.evaluate(10))
+    pairs = [pair for line in lines for pair in re.findall(r"(\d\.\d+) \((\S+)\)", line)]
+    assert len(pairs) == 24 and all(a == b for a, b in pairs) and {a for a, _ in pairs} > {"0.0000"}
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path):
     done = run_trainer(*tiny, "--muon_lr=1e38", "--run_id=bad")
     assert done.returncode == 1
