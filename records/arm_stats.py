@@ -57,6 +57,8 @@ def collect(paths: list[str]) -> Collected:
                 _read_into(runs, file, collected, seen)
             elif holder.resolve() != arm.resolve():
                 collected.duplicates.append((str(file), f"one in the arm {names[holder]}"))
+    for name in collected.arms:
+        collected.arms[name] = _join_continued(collected.arms[name], collected)
     collected.arms = {name: runs for name, runs in collected.arms.items() if runs}
     if not collected.arms:
         named = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
@@ -138,6 +140,27 @@ def _is_same_run(run: Run, other: Run) -> bool:
     length = min(len(run.steps), len(other.steps))
     return all(a[:length] == b[:length] for a, b in
                ((run.steps, other.steps), (run.losses, other.losses), (run.times_ms, other.times_ms)))
+
+
+def _join_continued(runs: list[Run], collected: Collected) -> list[Run]:
+    """The runs of an arm, a stopped run and the one that went on from its checkpoint as one: the latter, with the evaluations before.
+
+    What went on from a run that ended well is no second sample, and is left out.
+    """
+    by_id = {run.header["run_id"]: run for run in runs if "run_id" in run.header}
+    for run in sorted((run for run in runs if run.resumed), key=lambda run: len(run.resumed["run_ids"])):
+        earlier = by_id.get(run.resumed["run_ids"][-1])
+        if earlier is None or earlier is run:
+            continue
+        left_out, kept = (run, earlier) if earlier.failure is None else (earlier, run)
+        if kept is run:
+            count = sum(step <= run.resumed["step"] and step not in run.steps for step in earlier.steps)
+            for name in ("steps", "losses", "times_ms"):
+                setattr(run, name, getattr(earlier, name)[:count] + getattr(run, name))
+        by_id[left_out.header["run_id"]] = kept
+        runs = [other for other in runs if other is not left_out]
+        collected.duplicates.append((str(left_out.path), str(kept.path)))
+    return runs
 
 
 def _short_names(arms: list[Path]) -> dict[Path, str]:

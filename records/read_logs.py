@@ -77,6 +77,12 @@ class Run:
         return self.header.get("sources") or ({"train_gpt.py": digest} if digest else {})
 
     @property
+    def resumed(self) -> dict | None:
+        """{"run_ids": [its predecessors], "step"} of a run that went on from a checkpoint."""
+        found = self.header.get("resumed")
+        return found if found and found.get("run_ids") and isinstance(found.get("step"), int) else None
+
+    @property
     def seed(self) -> int | None:
         seed = self.config.get("seed")
         return seed if isinstance(seed, int) else None
@@ -333,7 +339,7 @@ def _header_problem(header: object) -> str | None:
     if header.get("format", FORMAT) != FORMAT:
         return f"its run: line has format {header['format']!r}, expected {FORMAT}: read it with a newer compare.py"
     kinds = {"config": dict, "data": dict, "target_loss": int | float, "run_id": str, "date": str, "source_sha256": str,
-             "sources": dict}
+             "sources": dict, "resumed": dict}
     for key, kind in kinds.items():
         if not isinstance(header.get(key), kind | None):
             return f"its run: line has {key} {header[key]!r:.40}, which is not of its type"

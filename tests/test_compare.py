@@ -268,6 +268,35 @@ def test_same_run_in_two_files_counts_once(tmp_path):
     assert "counted once" in compare.to_text(report)
 
 
+def part(folder: Path, run_id: str, steps: list[int], after: list[str] = (), at: int = 0, seed: int = 1) -> None:
+    head = header(seed, run_id=run_id, **({"resumed": {"run_ids": list(after), "step": at}} if after else {}))
+    (folder / f"{run_id}.txt").write_text(own_log([(step, 8 - step / 40, 100 * step) for step in steps], head=head))
+
+
+def test_a_run_and_its_continuations_are_one_run(tmp_path):
+    """Stopped at 120 with a checkpoint of 110, again at 170, finished; beside a run that was stopped for good."""
+    part(tmp_path, "z_first", [0, 50, 100, 120])
+    part(tmp_path, "m_second", [120, 150, 160], ["z_first"], at=110)
+    part(tmp_path, "a_third", [200], ["z_first", "m_second"], at=160)
+    part(tmp_path, "other", [0, 100], seed=2)
+    report = report_of(tmp_path)
+    arm = only_arm(report)
+    assert (arm["n"], len(arm["failed"])) == (1, 1)
+    (run,) = [run for run in collect([str(tmp_path)]).arms[tmp_path.name] if run.failure is None]
+    assert curve_of(run) == [(step, 8 - step / 40, 100 * step) for step in (0, 50, 100, 120, 150, 160, 200)]
+    assert {Path(row["path"]).name: Path(row["same_as"]).name for row in report["duplicates"]} == {
+        "z_first.txt": "m_second.txt", "m_second.txt": "a_third.txt"}
+
+
+def test_going_on_from_a_finished_run_makes_no_second_sample(tmp_path):
+    part(tmp_path, "whole", [0, 100, 200])
+    part(tmp_path, "again", [150, 200], ["whole"], at=120)
+    part(tmp_path, "orphan", [150, 200], ["gone"], at=120, seed=3)
+    report = report_of(tmp_path)
+    assert only_arm(report)["n"] == 2
+    assert [(Path(row["path"]).name, Path(row["same_as"]).name) for row in report["duplicates"]] == [("again.txt", "whole.txt")]
+
+
 def test_a_cut_copy_gives_way_to_the_whole_run(tmp_path):
     write_runs(tmp_path / "arm", [3.44])
     whole = (tmp_path / "arm" / "arm1.txt").read_text()
