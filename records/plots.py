@@ -1,4 +1,4 @@
-"""Draw a report: loss against time and against steps, or loss against the logarithm of a config value."""
+"""Draw a report: loss against time and against steps; differences between arms; or loss against the logarithm of a config value."""
 from __future__ import annotations
 
 import math
@@ -29,7 +29,9 @@ def plot_report(report: dict, path: Path) -> None:
         raise UserError(f"--plot {path}: its folder does not exist; make it first")
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
                                 "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False}):
-        figure = _draw_by(report) if report["by"] else _draw_curves(report)
+        good = [run for group in report["groups"] for arm in group["arms"] for run in arm["_runs"] if not run.failure]
+        no_curves = all(len(run.steps) == 1 for run in good) and any(group["comparisons"] for group in report["groups"])
+        figure = _draw_by(report) if report["by"] else _draw_differences(report) if no_curves else _draw_curves(report)
         part = path.with_name(f".{path.name}.part")
         figure.savefig(part, format="png", dpi=130)
         os.replace(part, path)
@@ -123,6 +125,29 @@ def _zoom(axes, arms: list, of_curve: int, report: dict) -> None:
     if ends:
         width = max(ends) - min(starts) or 1.0
         axes.set_xlim(min(starts) - 0.04 * width, max(ends) + 0.04 * width)
+
+
+# ---- differences: for runs that were evaluated at their end alone, so that there is no curve ----------------------------------------
+
+def _draw_differences(report: dict) -> Figure:
+    """Each arm's final losses minus the baseline's, seed by seed where both ran the same seeds, with mean and 95% interval."""
+    rows = [(group, comparison) for group in report["groups"] for comparison in group["comparisons"] if comparison["loss_difference"] is not None]
+    figure, (axes,) = _new_figure(9, 1.2 + 0.32 * len(rows), 1, report)
+    for place, (group, comparison) in enumerate(rows):
+        arm, base = ({run.seed if run.seed is not None else run.path: run.final_loss for run in member["_runs"] if not run.failure}
+                     for name in (comparison["arm"], comparison["baseline"]) for member in group["arms"] if member["name"] == name)
+        paired, level = comparison["loss_by_seed"], np.mean(list(base.values()))
+        differences = [1000 * (loss - (base[seed] if paired else level)) for seed, loss in arm.items() if not paired or seed in base]
+        interval = paired.get("ci95") or comparison["loss_ci95"]
+        axes.plot(differences, [place] * len(differences), "o", color=COLOURS[0], alpha=0.5, markersize=4)
+        axes.plot([np.mean(differences)], [place], "D", color=COLOURS[1], markersize=6, zorder=3)
+        if interval:
+            axes.plot([1000 * end for end in interval], [place, place], "-", color=COLOURS[1], linewidth=1.5)
+    axes.axvline(0, color="0.35", linewidth=1)
+    axes.set_yticks(range(len(rows)), [comparison["arm"] for _, comparison in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"final validation loss minus that of {rows[0][1]['baseline']} [millinats/token]; dots: runs, bars: 95%")
+    return figure
 
 
 # ---- loss against a config value ------------------------------------------------------------------------------------

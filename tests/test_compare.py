@@ -573,6 +573,29 @@ def test_plots_are_images(arguments, colours, tmp_path, capsys):
     assert not list(tmp_path.glob(".*.part"))
 
 
+@pytest.mark.parametrize("shared_seeds", [True, False])
+def test_runs_evaluated_at_their_end_alone_are_drawn_as_differences(shared_seeds, tmp_path):
+    """Seed by seed where the seeds are the same, else from the baseline's mean; the interval is the report's."""
+    from plots import _draw_differences, plot_report
+    losses = {"baseline": [3.40, 3.44, 3.45], "idea": [3.38, 3.43, 3.40]}
+    for arm, values in losses.items():
+        (tmp_path / arm).mkdir()
+        for i, loss in enumerate(values):
+            head = header(i + 10 * (arm == "idea" and not shared_seeds))
+            (tmp_path / arm / f"{i}.txt").write_text(own_log([(200, loss, 20_000 + i)], head=head))
+    report = report_of(tmp_path / "baseline", tmp_path / "idea")
+    (axes,) = _draw_differences(report).axes
+    dots, (mean,), interval = (line.get_xdata() for line in axes.lines[:3])
+    expected = [-20, -10, -50] if shared_seeds else [-50, 0, -30]
+    assert list(dots) == pytest.approx(expected) and mean == pytest.approx(sum(expected) / 3)
+    test = stats.ttest_1samp(expected, 0) if shared_seeds else stats.ttest_ind(losses["idea"], losses["baseline"], equal_var=False)
+    scale = 1 if shared_seeds else 1000
+    assert list(interval) == pytest.approx([scale * end for end in test.confidence_interval(0.95)])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["idea"]
+    plot_report(report, tmp_path / "plot.png")
+    assert read_image(tmp_path / "plot.png").shape[0] < 300  # differences, not curves
+
+
 def test_plot_refuses_what_it_cannot_draw(tmp_path, capsys):
     assert compare.main([str(LOGS / "own"), "--plot", str(tmp_path / "a.jpg")]) == 1
     assert compare.main([str(LOGS / "own"), "--plot", str(tmp_path / "no" / "a.png")]) == 1
