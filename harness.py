@@ -389,8 +389,10 @@ def table_plan(config, world: World, tokens_on_disk: int) -> dict:
         state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
     exchanged, host = cycle_rows * (size - 1) // size, "host_" * (apart and world.device.type != "cpu")
     return {
-        f"{host}table_rows_bytes": rows_bytes, f"{host}table_state_bytes": state_bytes, **({f"{host}staging_bytes": 2 * STAGING_BYTES} if apart else {}),
-        "table_cache_bytes": 2 * cycle_rows * row * ((size > 1) + apart), "table_gradients_bytes": (1 + (size > 1) + apart) * 4 * cycle_rows * dim,
+        f"{host}table_rows_bytes": rows_bytes, f"{host}table_state_bytes": state_bytes,
+        **({f"{host}staging_bytes": 2 * STAGING_BYTES, "table_parts_bytes": 2 * STAGING_BYTES} if apart else {}),  # and their other ends
+        "table_cache_bytes": 2 * cycle_rows * row * ((size > 1) + apart) * (9 if apart else 8) // 8,  # the brought rows' sizes are rounded up
+        "table_gradients_bytes": (1 + (size > 1) + apart) * 4 * cycle_rows * dim,
         "sign_pool_bytes": max(1, config.ngram_signs) * dim,
         "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
         "table_exchange_bytes_per_step": exchanged * (row + 4 * dim + 8) // config.ngram_update_every,
@@ -401,7 +403,7 @@ def plan_lines(plan: dict, world: World) -> list[str]:
     lines = [f"plan for {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"]
     for name, value in plan.items():
         shown = f"{value / 2**20:,.1f} MiB" if "bytes" in name else f"{value:,}"
-        lines.append(f"  {name.replace('_bytes', '').replace('_', ' '):<30}{shown:>20}{' a rank' * name.endswith('_bytes')}")
+        lines.append(f"  {re.sub('_bytes(?=$|_per_step)', '', name).replace('_', ' '):<30}{shown:>20}{' a rank' * name.endswith('_bytes')}")
     return lines
 
 
@@ -492,10 +494,12 @@ STAGING_BYTES = 32 << 20  # of each buffer; longer ones fill the links no better
 
 
 def staging_buffer(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n, columns] of host memory, at most STAGING_BYTES and at least a row; page-locked, so that a GPU reads and writes it by itself."""
-    rows = max(1, STAGING_BYTES // (columns * dtype.itemsize))
+    """[n, columns] of host memory, at most STAGING_BYTES or a row; page-locked for a GPU, which then reads and writes it by itself."""
+    shape = max(1, STAGING_BYTES // (columns * dtype.itemsize)), columns
+    if device.type != "cuda":
+        return torch.empty(shape, dtype=dtype)
     try:
-        return torch.empty(rows, columns, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
         raise UserError(f"--ngram_device=cpu: found no page-locked memory ({str(error).splitlines()[0]}), expected {STAGING_BYTES >> 20} MiB a "
                         f"buffer, two a rank; raise the limit on locked memory (`ulimit -l`, or the container's), or leave the table on the GPU") from None
@@ -504,8 +508,8 @@ def staging_buffer(columns: int, dtype: torch.dtype, device: torch.device) -> Te
 class InOrder:
     """One thread for calls that must follow each other. After a call that failed none is made, and whoever waits for one is told why."""
 
-    def __init__(self, name: str):
-        self.pool, self.latest = ThreadPoolExecutor(1, thread_name_prefix=name), None
+    def __init__(self, name: str, prepare=None):
+        self.pool, self.latest = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=prepare), None
 
     def __call__(self, action, *arguments) -> Future:
         before = self.latest

@@ -363,25 +363,23 @@ TIMES_TRAINED = {"no n-gram": (-1, 0), "never met": (0, 1), "met once": (1, 2), 
                  "met 10 to 99 times": (10, 100), "met 100 times or more": (100, math.inf)}  # the classes that an evaluation tells apart
 
 
-def times_trained(config, dataset: Dataset, step: int, batches: list[Batch], order: int) -> np.ndarray:
-    """int64 [N], for all positions of the batches: how often the steps before `step` met the n-gram that ends there.
+def times_trained(config, dataset: Dataset, step: int, batches: list[Batch]) -> dict[int, np.ndarray]:
+    """order -> int64 [N], for all positions of the batches: how often the steps before `step` met the n-gram that ends there.
 
     -1 where its segment is too short for one. Tokens read again in a later epoch count once.
     """
-    def keys_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        return ngram_keys(dataset.classes(batch.tokens), batch.starts, order)
-
-    stream, trained = dataset.train, [np.array([-1])]  # which is no n-gram's
+    stream, trained, found = dataset.train, [], {}
     for stage in config.stage_list:
         first, last = (min(config.tokens_before(min(at, step)) // config.seq_len, stream.num_rows) for at in (stage.first, stage.end))
-        keys, complete = keys_of(make_batch(stream.read(first, last - first), last - first, max(1, last - first), dataset.doc_start, stage.length))
-        trained.append(keys[complete])
-    known, times = np.unique(np.concatenate(trained), return_counts=True)
-    found = []
-    for keys, complete in map(keys_of, batches):
-        at = np.searchsorted(known, keys).clip(max=len(known) - 1)
-        found.append(np.where(complete, np.where(known[at] == keys, times[at], 0), -1))
-    return np.concatenate(found)
+        if first < last:
+            trained.append(make_batch(stream.read(first, last - first), last - first, last - first, dataset.doc_start, stage.length))
+    for order in config.ngram_orders:
+        (of_training, of_batches) = ([ngram_keys(dataset.classes(batch.tokens), batch.starts, order) for batch in some]
+                                     for some in (trained, batches))
+        known, times = np.unique(np.concatenate([[-1], *(keys[complete] for keys, complete in of_training)]), return_counts=True)
+        at = [np.searchsorted(known, keys).clip(max=len(known) - 1) for keys, _ in of_batches]  # -1 is no n-gram's
+        found[order] = np.concatenate([np.where(complete, np.where(known[i] == keys, times[i], 0), -1) for (keys, complete), i in zip(of_batches, at)])
+    return found
 
 
 def table_report(config, dataset: Dataset, world_size: int, addresses, channels: list[tuple]) -> list[str]:

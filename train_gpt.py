@@ -19,11 +19,10 @@ import os
 import sys
 import time
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import ContextManager
 
 import numpy as np
 import torch
@@ -489,11 +488,11 @@ class NgramTable:
 
     # -- reading and updating: in the training thread -------------------------------------------------------------------
 
-    def fetch(self, cycle: Cycle, waiting: ContextManager = nullcontext()) -> Tensor:
+    def fetch(self, cycle: Cycle, waiting: AbstractContextManager = nullcontext()) -> Tensor:
         """The rank's unique rows of a cycle, [n, dim] in the table's type, from their owners. A collective.
 
-        In a world of one the shard itself: no row of it changes before the cycle's last read. `waiting` is held while rows in host
-        memory are awaited.
+        In a world of one, beside the model, the shard itself: no row of it changes before the cycle's last read. `waiting` is held
+        while rows in host memory are awaited.
         """
         rows, numbers = (self.host.fetch(cycle, waiting), cycle.owned_slots) if self.host else (self.rows, cycle.served)
         if self.world.size == 1:
@@ -589,12 +588,12 @@ class NgramTable:
 
 @dataclass
 class Ahead:
-    """A cycle's rows on their way to the device; the host thread's until `ready` is done."""
+    """A cycle's rows on their way to the device. `rows`, `late` and `changing` are the host thread's until `ready` is done."""
     owned: np.ndarray  # int64 [u], the cycle's
-    before: np.ndarray | None = None  # `owned` of the cycle whose update is still to come first
+    before: np.ndarray | None  # `owned` of the cycle whose update must come first, until that has begun
+    late: np.ndarray | None = None  # places in `owned` of the rows that this update changes: what is still to be brought
+    changing: np.ndarray | None = None  # places of the same rows in `before`
     rows: Tensor | None = None  # [u, dim] on the device
-    late: np.ndarray | None = None  # places in `owned` of the rows that the update will change
-    changing: np.ndarray | None = None  # places of these in `before`
     ready: Future | None = None
 
 
@@ -602,37 +601,37 @@ class HostRows:
     """The way between a table in host memory and the device that trains: one thread, which does everything in order.
 
     While a cycle computes, the rows of the next that it leaves alone go to the device. When its gradients come back, the rows that both
-    read are updated first, and follow; the others are updated beside the next cycle's computing. So no row is read before its update, and
-    no cycle waits for more than it must. All passes through two page-locked buffers; a node holds each row once, with the rank that owns it.
+    read are updated first, and follow; the others are updated beside the next cycle's computing. So no row is read before its update. All
+    passes through two page-locked buffers, and each row lies with the one rank that owns it.
     """
 
     def __init__(self, table: NgramTable):
         self.table, self.device, dim = table, table.world.device, table.rows.shape[1]
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.staged_rows = staging_buffer(dim, table.rows.dtype, self.device)
         self.staged_grads = staging_buffer(dim, torch.float32, self.device)
-        self.thread, self.ahead = InOrder("host rows"), None
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.thread = InOrder("host rows", lambda: self.stream and torch.cuda.set_stream(self.stream))
+        self.ahead = None
 
     def look_ahead(self, current: Cycle, upcoming: Cycle) -> None:
-        """Begin to read the rows of the cycle that follows the current one's update."""
-        ahead = self.ahead = Ahead(upcoming.owned, current.owned)
+        """Begin to bring the rows of the cycle that follows the current one's update."""
+        ahead, changed = Ahead(upcoming.owned, current.owned), current.owned
 
-        def read_early():
-            _, ahead.late, ahead.changing = np.intersect1d(upcoming.owned, current.owned, assume_unique=True, return_indices=True)
-            self.to_device(ahead, np.delete(np.arange(len(ahead.owned)), ahead.late))
+        def bring_early():
+            _, ahead.late, ahead.changing = np.intersect1d(ahead.owned, changed, assume_unique=True, return_indices=True)
+            self.bring(ahead, np.delete(np.arange(len(ahead.owned)), ahead.late))
 
-        ahead.ready = self.thread(read_early)
+        self.ahead, ahead.ready = ahead, self.thread(bring_early)
 
-    def fetch(self, cycle: Cycle, waiting: ContextManager) -> Tensor:
+    def fetch(self, cycle: Cycle, waiting: AbstractContextManager) -> Tensor:
         """[u, dim] on the device: the cycle's `owned` rows as the last update left them."""
         ahead = self.ahead
         if ahead and ahead.owned is cycle.owned:
             self.ahead = None
-            if ahead.before is not None:  # no update came
-                ahead.ready = self.thread(lambda: self.to_device(ahead, ahead.late))
-        else:
-            ahead = Ahead(cycle.owned)
-            ahead.ready = self.thread(self.to_device, ahead, np.arange(len(cycle.owned)))
+        else:  # nobody looked ahead
+            ahead = Ahead(cycle.owned, cycle.owned, late=np.arange(len(cycle.owned)))
+        if ahead.before is not None:  # nor did an update bring what is late
+            ahead.ready = self.thread(lambda: self.bring(ahead, ahead.late))
         with waiting:
             ahead.ready.result()
         if self.stream:
@@ -641,41 +640,40 @@ class HostRows:
 
     def update(self, owned: np.ndarray, grads: Tensor, update: int, lr: float) -> None:
         """Begin to update the rows `owned` with the gradients of their losses, float32 [u, dim] on the device."""
-        ahead = self.ahead = self.ahead if self.ahead and self.ahead.before is owned else None  # else what it has read would be stale
+        ahead = self.ahead = self.ahead if self.ahead and self.ahead.before is owned else None  # else what was brought is stale now
         done = self.stream and torch.cuda.current_stream().record_event()
 
-        def shared_rows():
+        def update_shared():
             self.change(owned, ahead.changing, grads, done, update, lr)
-            self.to_device(ahead, ahead.late)
+            self.bring(ahead, ahead.late)
 
-        def other_rows():
+        def update_others():
             places = np.arange(len(owned))
             self.change(owned, np.delete(places, ahead.changing) if ahead else places, grads, done, update, lr)
 
         if ahead:
-            ahead.before, ahead.ready = None, self.thread(shared_rows)
-        self.thread(other_rows)
+            ahead.before, ahead.ready = None, self.thread(update_shared)
+        self.thread(update_others)
 
-    def to_device(self, ahead: Ahead, places: np.ndarray) -> None:
-        """Copy the rows at these places of `owned`. In the thread; the copies are done when it returns."""
-        with torch.cuda.stream(self.stream):
-            if ahead.rows is None:
-                ahead.rows = self.staged_rows.new_empty(len(ahead.owned), self.staged_rows.shape[1], device=self.device)
-            for part in torch.from_numpy(places).split(len(self.staged_rows)):
-                ids = torch.from_numpy(ahead.owned)[part]
-                rows = torch.index_select(self.table.rows, 0, ids, out=self.staged_rows[:len(part)])
-                ahead.rows.index_copy_(0, part.to(self.device), rows.to(self.device))
-            if self.stream:
-                self.stream.synchronize()
+    def bring(self, ahead: Ahead, places: np.ndarray) -> None:
+        """Copy the rows at these places of `owned` to the device. In the thread; they are there when it returns."""
+        if ahead.rows is None:  # of few sizes, so that the allocator finds a block of its own again
+            size, step = len(ahead.owned), 1 << max(0, len(ahead.owned).bit_length() - 4)
+            ahead.rows = self.staged_rows.new_empty(-(-size // step) * step, self.staged_rows.shape[1], device=self.device)[:size]
+        for part in torch.from_numpy(places).split(len(self.staged_rows)):
+            ids = torch.from_numpy(ahead.owned)[part]
+            rows = torch.index_select(self.table.rows, 0, ids, out=self.staged_rows[:len(part)])
+            ahead.rows.index_copy_(0, part.to(self.device), rows.to(self.device))
+        if self.stream:
+            self.stream.synchronize()
 
     def change(self, owned: np.ndarray, places: np.ndarray, grads: Tensor, done: torch.cuda.Event | None, update: int, lr: float) -> None:
         """Update the rows at these places of `owned` once `grads` are `done`. In the thread."""
-        with torch.cuda.stream(self.stream):
-            if self.stream:
-                self.stream.wait_event(done)
-            for part in torch.from_numpy(places).split(len(self.staged_grads)):
-                part_grads = self.staged_grads[:len(part)].copy_(grads.index_select(0, part.to(self.device)))
-                self.table.update_rows(torch.from_numpy(owned)[part], part_grads, update, lr)
+        if self.stream:
+            self.stream.wait_event(done)
+        for part in torch.from_numpy(places).split(len(self.staged_grads)):
+            part_grads = self.staged_grads[:len(part)].copy_(grads.index_select(0, part.to(self.device)))
+            self.table.update_rows(torch.from_numpy(owned)[part], part_grads, update, lr)
 
 
 # =====================================================================================================================
@@ -1303,6 +1301,12 @@ class Trainer:
             self.table_grads.zero_().index_add_(0, torch.searchsorted(self.asked, ids), grads)
             self.carried = None
 
+    def settle(self) -> None:
+        """Wait until the table is as the last step leaves it, on all ranks: what its host still does belongs to the step."""
+        if self.table and self.table.host:
+            self.table.settle()
+            dist.barrier()
+
     def cycle_under_way(self, step: int) -> dict:
         """The rank's gradients of an update cycle that `step` falls into the middle of; the rows themselves are the table's."""
         if self.table is None or step % self.config.ngram_update_every == 0 or step == self.config.steps:
@@ -1344,6 +1348,7 @@ class Trainer:
         if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
             with self.table_time:
                 table.update(plan, self.table_grads, config.ngram_lr * scale)
+            self.fetched = self.table_grads = self.asked = None
         self.optimizer.step(scale, muon_momentum(step, config), batch_tokens)
         if step + 1 == config.untie_step:
             self.optimizer.untie(self.model)
@@ -1384,16 +1389,17 @@ class Trainer:
         """What the table does on validation tokens: loss and accuracy with it and with zeros in place of what it says, in all and by how
         often the n-gram was trained on. val_loss is that of `evaluate`.
         """
+        score = torch.compile(self.model.scores, dynamic=False) if self.flex else self.model.scores
         scores = []  # of each micro-batch: with the table, without, and 1; float64 [5, B * L]
         for batch, plan in self.val:
             memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
             tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
-            both = [self.model.scores(tokens, starts, said, targets, **self.stage_inputs(step, starts))
+            both = [score(tokens, starts, said, targets, **self.stage_inputs(step, starts))
                     for said in (memory, None if memory is None else torch.zeros_like(memory))]
             scores.append(torch.cat((*both, torch.ones_like(both[0][:1]))).double().mul_(targets.flatten() >= 0).cpu())
         scores, lines = torch.cat(scores, dim=1), []
-        for order in self.config.ngram_orders:
-            times = torch.from_numpy(times_trained(self.config, self.dataset, step, [batch for batch, _ in self.val], order))
+        for order, times in times_trained(self.config, self.dataset, step, [batch for batch, _ in self.val]).items():
+            times = torch.from_numpy(times)
             for name, (low, high) in TIMES_TRAINED.items():
                 part = scores[:, (times >= low) & (times < high)].sum(1)
                 dist.all_reduce(part)
@@ -1460,8 +1466,7 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
     for step in range(first, config.steps + 1):
         if step == config.steps or (config.val_every and step % config.val_every == 0):
             watch.settle()
-            if trainer.table:
-                trainer.table.settle()
+            trainer.settle()
             clock.stop()
             val_loss = validate(trainer, log, progress, clock)
         if step == config.steps:
@@ -1470,7 +1475,8 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
             clock.start()
         if step % every == 0 or step == first:
             began = time.perf_counter()
-            prepared, upcoming = upcoming or next(cycles), next(cycles, None)
+            prepared = upcoming or next(cycles)
+            upcoming = next(cycles, None) if trainer.table and trainer.table.host else None
             waited_s += time.perf_counter() - began
             batches, plan = to_device_all(prepared, world.device)
         watch.push(step, trainer.train_step(step, batches[step % every], plan, stop.signum > 0, upcoming and upcoming[1]))
@@ -1481,11 +1487,14 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
         if done % config.log_every == 0:
             watch.settle()
             log.step(done, seconds, "train_loss", watch.latest, tokens_per_s=round(rate))
+        save = config.checkpoint_every and done % config.checkpoint_every == 0 and done < config.steps
+        if watch.stop or save:
+            watch.settle()
+            trainer.settle()
+            progress.train_time_s = clock.seconds()
         if watch.stop:
-            watch.settle()
             checkpoints.stop(trainer, progress, log, stop)
-        if config.checkpoint_every and done % config.checkpoint_every == 0 and done < config.steps:
-            watch.settle()
+        if save:
             checkpoints.save_or_warn(trainer, progress, log)
     failed = None
     if first < config.steps and (config.checkpoint or config.checkpoint_every):
@@ -1540,7 +1549,7 @@ def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float
             return math.nan
         if world.device.type == "cpu":
             keep_freed_memory()
-        elif config.ngram_device == "cpu":  # torchrun leaves each rank one thread
+        elif config.ngram_device == "cpu" and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, for work that the GPU does
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
         together(world, lambda: check_fits(plan, world))
         together(world, lambda: check_tokens(config, dataset, world))

@@ -4,6 +4,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ import torch
 import harness
 import train_gpt
 from conftest import TINY, on_ranks, run_trainer
-from harness import InOrder, UserError, World, check_fits, staging_buffer
-from train_gpt import NgramTable, join_world, make_plan, parse_args
+from harness import InOrder, UserError, World, check_fits, plan_lines, staging_buffer
+from train_gpt import NgramTable, join_world, make_plan, parse_args, to_device
 
 FLAGS = ["--device=cpu", "--ngram_rows=1003", "--ngram_dim=6", "--ngram_signs=64"]
 PLACES = {"auto": "--ngram_device=auto", "host": "--ngram_device=cpu"}
@@ -26,37 +27,38 @@ def tiny(tiny_data, tmp_path):
 
 # ---- the table alone ------------------------------------------------------------------------------------------------------------
 
-def routes(table: NgramTable, world: World, count: int, seed: int):
-    """Cycles of one step of 40 tokens a rank; of the rows about half come back in the next cycle."""
-    generator = torch.Generator().manual_seed(1000 * seed + world.rank)
-    for _ in range(count):
-        rows = torch.randint(0, 1003, (1, 2, 40), generator=generator) % torch.randint(2, 1004, (1, 2, 1), generator=generator)
-        yield table.route(rows, torch.randint(0, 64, (1, 2, 40), generator=generator), world.loader_group)
+def walk(config, world: World, count: int, looks_ahead: bool, late_s: float = 0.0, highest: int = 1003):
+    """Rows and state after `count` cycles, and all that was read; `late_s` holds the host's thread up, now and then.
 
-
-def walk(config, world: World, count: int, looks_ahead: bool, late_s: float):
-    """Rows and state after `count` cycles, and everything that was read; `late_s` holds the host's thread up, now and then."""
+    Cycles of 40 positions a rank; of their rows, below `highest`, about half come back in the next. On a GPU gradients come late.
+    """
     table, generator, read = NgramTable(config, world), torch.Generator().manual_seed(world.rank), []
     if table.host:
         table.host.staged_rows, table.host.staged_grads = table.host.staged_rows[:7], table.host.staged_grads[:5]  # many parts
-        for name in ("to_device", "change"):
+        for name in ("bring", "change"):
             def held_up(*arguments, act=getattr(table.host, name)):
                 time.sleep(late_s * float(np.random.random() < 0.3))
                 act(*arguments)
             setattr(table.host, name, held_up)
-    cycles = list(routes(table, world, count, seed=5))
+    cycles = []
+    for _ in range(count):
+        rows = torch.randint(0, highest, (1, 2, 40), generator=generator) % torch.randint(2, highest + 1, (1, 2, 1), generator=generator)
+        cycles.append(to_device(table.route(rows, torch.randint(0, 64, (1, 2, 40), generator=generator), world.loader_group), world.device))
     for cycle, upcoming in zip(cycles, [*cycles[1:], None]):
         fetched = table.fetch(cycle)
-        if table.host and upcoming and looks_ahead:
+        if looks_ahead and upcoming:
             table.host.look_ahead(cycle, upcoming)
         read.append(table.read(fetched, cycle.reads[0], cycle.signs[0]))
-        grads = torch.empty(len(cycle.asked), config.ngram_row_dim)
-        table.add_grad(grads, cycle.slots[0], cycle.signs[0], torch.randn(40, config.ngram_row_dim, generator=generator), fresh=True)
+        grads = torch.randn(len(cycle.asked), config.ngram_row_dim, generator=generator).to(world.device)
+        if world.device.type == "cuda":
+            late, grads = grads, torch.zeros_like(grads)
+            torch.cuda._sleep(3_000_000)
+            grads.copy_(late)
         table.update(cycle, grads, 0.3)
         if len(read) % 7 == 0:  # an evaluation in between reads other rows, and must not disturb what is on its way
             read.append(table.fetch(cycles[0])[cycles[0].reads[0]])
     table.settle()
-    return [t.float().numpy() for t in (table.rows, table.second, table.last, *read)]
+    return [t.float().cpu().numpy() for t in (table.rows, table.second, table.last, *read)]
 
 
 def walk_on_rank(config, world, *arguments):
@@ -75,34 +77,72 @@ def test_one_rank_reads_and_updates_the_same(kernel, more):
         assert len(result) == len(results[0]) and all(np.array_equal(ours, theirs) for ours, theirs in zip(result, results[0]))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_read_and_update_the_same(ranks):
+@pytest.mark.parametrize("ranks, highest", [(2, 1003), (3, 300)], ids=["2", "3, two of them without rows"])
+def test_ranks_read_and_update_the_same(ranks, highest):
     """Each rank's thread is held up at moments of its own."""
-    results = [on_ranks(ranks, walk_on_rank, 30, True, late_s, flags=[*FLAGS, PLACES[place]]) for place, late_s in (("auto", 0), ("host", 0.004))]
-    for rank in range(ranks):
-        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(*(result[rank] for result in results), strict=True))
+    auto, host = (on_ranks(ranks, walk_on_rank, 30, place == "host", 0.004, highest, flags=[*FLAGS, PLACES[place]]) for place in PLACES)
+    for ours, theirs in zip(auto, host, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert [bool(rows[2].any()) for rows in host] == [True, highest == 1003, False][:ranks]
 
 
-def test_rows_read_for_another_order_of_cycles_are_dropped():
-    """Looked ahead to b behind a; then c is updated, which changes b's rows, or nothing is, or a twice."""
+@pytest.fixture
+def tables():
+    """A table on the host, two cycles that share 20 of their 40 rows, and a call that updates one with gradients of one."""
     with join_world(parse_args(FLAGS)) as world:
         table = NgramTable(parse_args([*FLAGS, PLACES["host"]]), world)
         numbers = torch.arange(40).expand(1, 2, 40)
-        a, b, c = (table.route(numbers + first, numbers % 64) for first in (0, 20, 30))
+        a, b = (table.route(numbers + first, numbers % 64) for first in (0, 20))
+        yield table, a, b, lambda cycle: table.update(cycle, torch.ones(len(cycle.asked), 6), 0.3)
 
-        def update(cycle):
-            table.update(cycle, torch.ones(len(cycle.asked), 6), 0.3)
 
-        def fetch_b():
-            return table.fetch(b).clone(), table.rows[b.owned]
+def test_only_what_an_update_changes_is_brought_after_it_and_the_rest_of_it_is_not_waited_for(tables):
+    table, a, b, update = tables
+    go_on, calls = threading.Event(), []
+    for name in ("bring", "change"):
+        def noted(of, places, *more, name=name, act=getattr(table.host, name)):
+            owned = of.owned if name == "bring" else of
+            calls.append((name, owned[places].tolist()))
+            if calls[-1] == ("change", list(range(20))):  # rows of a alone
+                assert go_on.wait(20)
+            act(of, places, *more)
+        setattr(table.host, name, noted)
+    table.fetch(a)
+    table.host.look_ahead(a, b)
+    update(a)
+    fetched = table.fetch(b)
+    assert not go_on.is_set() and torch.equal(fetched, table.rows[20:60]) and fetched[:20].any() and not table.rows[:20].any()
+    go_on.set()
+    table.settle()
+    assert table.rows[:20].any(1).all()
+    assert calls == [("bring", list(range(40))), ("bring", list(range(40, 60))), ("change", list(range(20, 40))), ("bring", list(range(20, 40))),
+                     ("change", list(range(20)))]
 
-        for updates in ([a], [c], [], [a, a], [a, c]):
-            update(b)
-            table.fetch(a)
-            table.host.look_ahead(a, b)
-            for cycle in updates:
-                update(cycle)
-            assert torch.equal(*fetch_b()), [len(cycle.asked) for cycle in updates]
+
+def test_rows_read_for_another_order_of_cycles_are_dropped(tables):
+    """Looked ahead to b behind a; then c is updated, which changes b's rows, or nothing is, or a twice."""
+    table, a, b, update = tables
+    c = table.route(torch.arange(30, 70).expand(1, 2, 40), torch.zeros(1, 2, 40, dtype=torch.int64))
+    for updates in ([a], [c], [], [a, a], [a, c]):
+        update(b)
+        table.fetch(a)
+        table.host.look_ahead(a, b)
+        for cycle in updates:
+            update(cycle)
+        fetched = table.fetch(b)
+        table.settle()
+        assert torch.equal(fetched, table.rows[b.owned]), len(updates)
+
+
+def test_gradients_are_let_go_once_they_are_used(tables):
+    table, a, b, update = tables
+    grads = torch.ones(40, 6)
+    gone = weakref.ref(grads)
+    table.update(a, grads, 0.3)
+    del grads
+    table.settle()
+    table.host.thread(lambda: None).result()  # the thread lets go of a call when it takes the next
+    assert gone() is None
 
 
 # ---- whole runs -------------------------------------------------------------------------------------------------------------------
@@ -158,12 +198,29 @@ def test_the_log_tells_what_the_host_costs(tiny, tmp_path):
 
 # ---- what can go wrong ------------------------------------------------------------------------------------------------------------
 
-def test_a_failure_in_the_thread_ends_the_run(tiny, monkeypatch):
-    def fail(self, *arguments):
-        raise MemoryError("no more rows")
+@pytest.mark.parametrize("update", [3, 20])
+def test_a_failure_in_the_thread_ends_the_run(update, tiny, tmp_path, monkeypatch):
+    """In the middle, and at the last update, behind which no cycle's rows are fetched."""
+    def fail(self, ids, grads, number, lr, act=NgramTable.update_rows):
+        if number == update:
+            raise MemoryError("no more rows")
+        act(self, ids, grads, number, lr)
     monkeypatch.setattr(NgramTable, "update_rows", fail)
     with pytest.raises(MemoryError, match="no more rows"):
-        train_gpt.main([*tiny, PLACES["host"]])
+        train_gpt.main([*tiny, PLACES["host"], "--warmup_steps=0", "--run_id=r"])
+    log = (tmp_path / "logs/r.txt").read_text()
+    assert "error: MemoryError: no more rows" in log and "final step" not in log
+
+
+def test_what_the_host_still_does_is_on_the_clock(tiny, tmp_path, monkeypatch):
+    def slow(self, ids, grads, number, lr, act=NgramTable.update_rows):
+        time.sleep(0.4 * (number == 20))
+        act(self, ids, grads, number, lr)
+    monkeypatch.setattr(NgramTable, "update_rows", slow)
+    train_gpt.main([*tiny, PLACES["host"], "--warmup_steps=0", "--run_id=r"])
+    before, after = (float(re.search(rf"^step:20/20 {kind}_loss:\S+ train_time:(\d+)ms", (tmp_path / "logs/r.txt").read_text(), re.MULTILINE)[1])
+                     for kind in ("train", "val"))
+    assert after - before >= 395
 
 
 def test_calls_follow_each_other_and_stop_at_a_failure():
@@ -183,9 +240,14 @@ def test_calls_follow_each_other_and_stop_at_a_failure():
     assert done == [0, 1, 2]
 
 
-def test_page_locked_memory_that_is_not_to_be_had_is_told():
+def test_page_locked_memory_that_is_not_to_be_had_is_told(monkeypatch):
+    if torch.cuda.is_available():
+        def refuse(*_, pin_memory, **__):
+            raise RuntimeError("CUDA error: out of memory\nand so on")
+        monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(UserError, match=r"--ngram_device=cpu: found no page-locked memory \(.+\), expected 32 MiB a buffer, two a rank; raise"):
         staging_buffer(768, torch.float32, torch.device("cuda"))
+    monkeypatch.undo()
     buffer = staging_buffer(768, torch.float32, torch.device("cpu"))
     assert 0 <= (32 << 20) - buffer.nbytes < 768 * 4 and staging_buffer(1 << 24, torch.float32, torch.device("cpu")).shape == (1, 1 << 24)
 
@@ -200,8 +262,9 @@ def test_the_plan_holds_host_and_device_apart(monkeypatch):
     auto, host = plans["auto"], plans["host"]
     assert auto["table_rows_bytes"] == host["host_table_rows_bytes"] == rows * 768 * 2 and auto["table_state_bytes"] == host["host_table_state_bytes"]
     assert "table_rows_bytes" not in host and not any(name.startswith("host_") for name in auto)
-    assert host["host_bytes_per_rank"] == host["host_table_rows_bytes"] + host["host_table_state_bytes"] + (64 << 20)
-    more = sum(host[name] - auto[name] for name in ("table_cache_bytes", "table_gradients_bytes"))  # of the cycle that is on its way
+    assert host["host_bytes_per_rank"] == host["host_table_rows_bytes"] + host["host_table_state_bytes"] + host["host_staging_bytes"]
+    assert host["host_staging_bytes"] == 64 << 20 and "  host bytes per rank   " in "\n".join(plan_lines(host, world))
+    more = sum(host[name] - auto.get(name, 0) for name in ("table_cache_bytes", "table_gradients_bytes", "table_parts_bytes"))  # what is on its way
     assert 0 < more < 2**31 and auto["bytes_per_rank"] - host["bytes_per_rank"] == rows * (768 * 2 + 8) - more
     memory = {"": 80 << 30, "host_": 10 << 30}
     monkeypatch.setattr(harness, "available_bytes", lambda world, place: memory[place])

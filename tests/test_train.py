@@ -598,6 +598,8 @@ def test_held_out_scores_split_by_how_often_an_ngram_was_trained_on(tiny):
         for step in range(15):
             batches, cycle = trainer.prepare(step)
             trainer.train_step(step, batches[0], cycle)
+            if step == 5:
+                assert len(trainer.held_out(5, 4.0)) == 13  # with a stage that has not begun
         lines = trainer.held_out(15, trainer.evaluate(15))
         rows = {"train": trainer.dataset.train.read(0, 15 * 48), "val": trainer.dataset.val.read(0, 16)}
         scores = []

@@ -1,0 +1,90 @@
+"""What the memory holds: loss and next-token accuracy with it, with zeros in its place, and of a model that was trained without it.
+
+    ./run.sh arms --seeds 5 --arm table='--checkpoint --val_every=0' --arm no_table='--ngram_rows=0 --checkpoint --val_every=0' --out logs/memory
+    .venv/bin/python records/studies/2026-11-30_what_the_memory_holds/memory.py logs/memory
+
+evaluates the checkpoint of each run, keeps what the evaluation says as ARM/RUN.md beside this file, and makes the tables in
+README.md and figure.png out of all that is kept. Without an argument it does the latter alone.
+"""
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+BEGIN, END = "<!-- tables: made by memory.py -->\n", "<!-- end of tables -->"
+LINE = re.compile(r"order (\d), (.+): ([\d,]+) tokens, loss (\S+) \((\S+)\), right (\S+) \((\S+)\)")
+WHOLE = re.compile(r"held out: val_loss (\S+) over ([\d,]+) tokens, (\S+) with .* right in (\S+), off (\S+)")
+
+
+def evaluate(logs: Path) -> None:
+    for path in sorted(logs.glob("*/checkpoints/*/")):
+        arm, run = path.parent.parent.name, path.name.rpartition("_step")[0]
+        command = [sys.executable, str(ROOT / "train_gpt.py"), f"--resume={path}", "--eval_only", "--sample_tokens=0", f"--out={logs}"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        (HERE / arm).mkdir(exist_ok=True)
+        (HERE / arm / f"{run}.md").write_text(f"```\n{said[said.index('held out:'):]}```\n")
+        print(f"evaluated {path}")
+
+
+def read_kept(arm: str) -> dict[tuple, np.ndarray]:
+    """(order, class) -> [seeds, 5]: tokens, loss, loss without, right, right without. Order 0 is all tokens."""
+    found = {}
+    for path in sorted((HERE / arm).glob("*.md")):
+        text = path.read_text()
+        loss, tokens, loss_off, right, right_off = WHOLE.search(text).groups()
+        found.setdefault((0, "all tokens"), []).append([tokens, loss, loss_off, right, right_off])
+        for order, name, *numbers in LINE.findall(text):
+            found.setdefault((int(order), name), []).append(numbers)
+    return {key: np.array([[float(number.replace(",", "")) for number in row] for row in rows]) for key, rows in found.items()}
+
+
+def cell(values: np.ndarray, digits: int) -> str:
+    return f"{values.mean():.{digits}f} ({values.std(ddof=1):.{digits}f})"
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        evaluate(Path(arguments[0]).resolve())
+    table, without = read_kept("table"), read_kept("no_table")
+    lines = ["| n-gram at the position | share of tokens | loss | zeroed | trained without | right | zeroed | trained without |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    all_tokens = table[0, "all tokens"][0, 0]
+    for (order, name), numbers in table.items():
+        other, what = without[order, name], name if order == 0 else f"order {order}: {name}"
+        cells = [cell(numbers[:, 1], 3), cell(numbers[:, 2], 3), cell(other[:, 1], 3), cell(numbers[:, 3], 4), cell(numbers[:, 4], 4), cell(other[:, 3], 4)]
+        lines.append(f"| {what} | {numbers[0, 0] / all_tokens:.1%} | " + " | ".join(cells) + " |")
+    readme = HERE / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    readme.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+    print("\n".join(lines))
+    draw(table, without)
+
+
+def draw(table: dict, without: dict) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, panels = pyplot.subplots(2, 2, figsize=(10, 7), sharex="col")
+    for column, order in enumerate((2, 3)):
+        names = [name for key, name in table if key == order]
+        for row, (at, what, sign) in enumerate(((1, "loss saved [nats a token]", -1), (3, "next token right more often", 1))):
+            axes = panels[row, column]
+            for shift, label, other in ((-0.2, "against zeros", [table[order, name][:, at + 1] for name in names]),
+                                        (0.2, "against training without", [without[order, name][:, at] for name in names])):
+                gains = [sign * (table[order, name][:, at] - off) for name, off in zip(names, other)]
+                axes.bar(np.arange(len(names)) + shift, [g.mean() for g in gains], 0.38, yerr=[g.std(ddof=1) for g in gains], label=label)
+            axes.axhline(0, color="black", linewidth=0.6)
+            axes.set_ylabel(what)
+        panels[0, column].set_title(f"by how often the n-gram of order {order} was trained on", fontsize=10)
+        panels[1, column].set_xticks(range(len(names)), [name.replace(" times", "").replace(" or more", "+") for name in names], rotation=20, fontsize=8)
+    panels[0, 0].legend(fontsize=8)
+    figure.savefig(HERE / "figure.png", dpi=110, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
