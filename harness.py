@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
@@ -320,6 +320,9 @@ def check_config(config, tracks: dict, orders: dict, channel_bounds) -> None:
 # The plan: what a run will need, worked out from the config alone and printed before anything is allocated.
 # =====================================================================================================================
 
+STAGING_BYTES = 32 << 20  # of a buffer between host and device; longer ones fill the links no better
+
+
 def plan_bytes(config, world: World, parameters: int, moments: int, vocab: int, flops_per_token: int, tokens_on_disk: int) -> dict:
     """Parameters, tokens, bytes a rank by kind (estimates from above), and exchange bytes a step, as a flat dict.
 
@@ -487,52 +490,10 @@ def table_kernel(config, device: torch.device) -> TableKernel | None:
 
 
 # =====================================================================================================================
-# Host memory beside a device: page-locked buffers, and a thread that does what it is told in order.
-# =====================================================================================================================
-
-STAGING_BYTES = 32 << 20  # of each buffer; longer ones fill the links no better
-
-
-def staging_buffer(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n, columns] of host memory, at most STAGING_BYTES or a row; page-locked for a GPU, which then reads and writes it by itself."""
-    shape = max(1, STAGING_BYTES // (columns * dtype.itemsize)), columns
-    if device.type != "cuda":
-        return torch.empty(shape, dtype=dtype)
-    try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError as error:
-        raise UserError(f"--ngram_device=cpu: found no page-locked memory ({str(error).splitlines()[0]}), expected {STAGING_BYTES >> 20} MiB a "
-                        f"buffer, two a rank; raise the limit on locked memory (`ulimit -l`, or the container's), or leave the table on the GPU") from None
-
-
-class InOrder:
-    """One thread for calls that must follow each other. After a call that failed none is made, and whoever waits for one is told why."""
-
-    def __init__(self, name: str, prepare=None):
-        self.pool, self.latest = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=prepare), None
-
-    def __call__(self, action, *arguments) -> Future:
-        before = self.latest
-
-        def act():
-            if before:
-                before.result()
-            return action(*arguments)
-
-        self.latest = self.pool.submit(act)
-        return self.latest
-
-    def settle(self) -> None:
-        """Wait for all calls so far."""
-        if self.latest:
-            self.latest.result()
-
-
-# =====================================================================================================================
 # Log: one file a run, opened exclusively by rank 0; the source beside it once a folder, by its hash.
 # =====================================================================================================================
 
-SOURCES = ("train_gpt.py", "tokens.py", "harness.py", "table_kernel.cpp")  # kept with the logs; source_sha256 is the first one's
+SOURCES = ("train_gpt.py", "tokens.py", "harness.py", "host_rows.py", "table_kernel.cpp")  # kept with the logs; source_sha256 is the first one's
 
 
 class RunLog:

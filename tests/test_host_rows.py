@@ -13,7 +13,8 @@ import torch
 import harness
 import train_gpt
 from conftest import TINY, on_ranks, run_trainer
-from harness import InOrder, UserError, World, check_fits, plan_lines, staging_buffer
+from harness import UserError, World, check_fits, plan_lines
+from host_rows import InOrder, staging_buffer
 from train_gpt import NgramTable, join_world, make_plan, parse_args, to_device
 
 FLAGS = ["--device=cpu", "--ngram_rows=1003", "--ngram_dim=6", "--ngram_signs=64"]

@@ -17,7 +17,7 @@ from conftest import ROOT, TINY
 def clone(tmp_path, tiny_data) -> Path:
     folder = tmp_path / "a clone"
     (folder / ".venv/bin").mkdir(parents=True)
-    for name in ("run.sh", "train_gpt.py", "tokens.py", "harness.py", "requirements.txt"):
+    for name in ("run.sh", "train_gpt.py", "tokens.py", "harness.py", "host_rows.py", "requirements.txt"):
         shutil.copy(ROOT / name, folder / name)
     for name in ("data", "records"):
         shutil.copytree(ROOT / name, folder / name, ignore=lambda path, names: [n for n in names if not n.endswith(".py")])

@@ -538,7 +538,7 @@ def test_log_holds_what_made_the_run(tiny, tmp_path):
     assert header["config"]["seed"] == 4 and header["world_size"] == 1 and header["device_name"] == "cpu"
     assert header["target_loss"] == 3.9 and header["clock"] == "train-only" and header["torch"] == torch.__version__
     assert header["source_sha256"] == header["sources"]["train_gpt.py"]
-    for name in ("train_gpt.py", "tokens.py", "harness.py", "table_kernel.cpp"):
+    for name in ("train_gpt.py", "tokens.py", "harness.py", "host_rows.py", "table_kernel.cpp"):
         stem, suffix = name.split(".")
         copy = tmp_path / f"logs/{stem}_{header['sources'][name][:16]}.{suffix}"
         assert copy.read_bytes() == (ROOT / name).read_bytes()
