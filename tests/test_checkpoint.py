@@ -328,7 +328,7 @@ FIXED = dict(track="fineweb", seed=1, spread_rows=False, dtype="bfloat16", seq_l
 FREE = dict(device="cpu", run_id="other", out="other", log_every=9, dry_run=True, table_report=True, compile=True, warmup_steps=1,
             timeout_s=9, checkpoint=True, checkpoint_every=9, checkpoint_keep=9, eval_only=True, data="other", epochs=9,
             micro_batch_tokens=96, val_tokens=64, val_every=9, target_loss=0.5, sample="other", sample_tokens=9, head_chunk_tokens=9,
-            ngram_kernel=False, peak_tflops=1.0, link_gbs=1.0, ranks=3)
+            ngram_device="cpu", ngram_kernel=False, peak_tflops=1.0, link_gbs=1.0, ranks=3)
 
 
 def as_flag(name: str, value) -> str:
@@ -480,7 +480,8 @@ def continued(path: Path, prompt: list[int], count: int, doc_start: int, zeroed:
                 memory[t] += table.get(int(rows[c, t]), torch.zeros(config.ngram_dim)) * pool[signs[c, t]]
         with torch.no_grad():
             mask = attention_mask(starts[None], config.seq_len, flex=False)
-            logits = model.logits(context[None], starts[None], memory[None], (mask, mask), rotary_table(config, 0), tied=False)[0, :VOCAB]
+            x = model.hidden(context[None], starts[None], memory[None], (mask, mask), rotary_table(config, 0))
+            logits = model.logits(x[0, -1], tied=False)[:VOCAB]
         ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
     return ids[1:]
 

@@ -550,7 +550,7 @@ def test_log_holds_what_made_the_run(tiny, tmp_path):
         train_gpt.main([*tiny, "--run_id=abc"])
     train_gpt.main([*tiny, "--run_id=other", "--target_loss=0.1"])
     assert (tmp_path / "logs/other.txt").read_text().endswith("target val_loss:0.1 not met\n")
-    assert len(list((tmp_path / "logs").glob("*.py"))) == 3 and text == (tmp_path / "logs/abc.txt").read_text()
+    assert len(list((tmp_path / "logs").glob("*.py"))) == 4 and text == (tmp_path / "logs/abc.txt").read_text()
 
 
 def test_a_terminal_shows_one_live_line(tiny, tmp_path):
