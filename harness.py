@@ -344,8 +344,9 @@ def plan_bytes(config, world: World, parameters: int, moments: int, vocab: int, 
     if config.ngram_rows:
         plan |= table_plan(config, world, tokens_on_disk)
     plan |= step_time_bounds(config, world, plan)
-    for place in ("", "host_") if any(name.startswith("host_") for name in plan) else ("",):
-        plan[f"{place}bytes_per_rank"] = sum(plan[name] for name in parts_of(plan, place))
+    for place in ("", "host_"):
+        if parts := parts_of(plan, place):
+            plan[f"{place}bytes_per_rank"] = sum(plan[name] for name in parts)
     return plan
 
 
