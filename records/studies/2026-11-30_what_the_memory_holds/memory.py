@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
 def draw(table: dict, without: dict) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, panels = pyplot.subplots(2, 2, figsize=(10, 7), sharex="col")
+    figure, panels = pyplot.subplots(2, 2, figsize=(10, 7), sharex="col", layout="constrained")
     for column, order in enumerate((2, 3)):
         names = [name for key, name in table if key == order]
         for row, (at, what, sign) in enumerate(((1, "loss saved [nats a token]", -1), (3, "next token right more often", 1))):
