@@ -133,7 +133,8 @@ class Config:
     def __post_init__(self):
         object.__setattr__(self, "ngram_dim", self.ngram_dim or self.model_dim)
         if self.dtype == "auto":
-            has_units = self.device == "cuda" or torch.cpu.get_capabilities().get("amx_bf16", False)
+            known = torch.cpu.get_capabilities()
+            has_units = self.device == "cuda" or known.get("amx_bf16") or known.get("avx512_bf16")
             object.__setattr__(self, "dtype", "bfloat16" if has_units else "float32")
         object.__setattr__(self, "value_embeds", tuple(block for block in self.value_embeds if 0 <= block < self.layers))
         check_config(self, TRACKS, ROW_MULTIPLIERS, channel_bounds)
