@@ -336,7 +336,7 @@ def plan_bytes(config, world: World, parameters: int, moments: int, vocab: int, 
         "dense_parameters": parameters, "table_parameters": config.ngram_rows * config.ngram_row_dim,
         "train_tokens_needed": config.tokens_before(config.steps) + 1, "train_tokens_on_disk": tokens_on_disk,
         "weights_and_gradients_bytes": 8 * parameters, "optimizer_bytes": 4 * (moments + parameters) // size,
-        "warm_up_copy_bytes": 4 * (parameters + moments // size),
+        "host_" * (world.device.type == "cuda") + "warm_up_copy_bytes": 4 * (parameters + moments // size),
         "activations_bytes": micro_tokens * per_token * activation,
         "logits_bytes": 3 * 4 * min(config.head_chunk_tokens, micro_tokens) * vocab,
         "dense_exchange_bytes_per_step": 2 * 4 * parameters * (size - 1) // size, "flops_per_token": flops_per_token,
@@ -391,13 +391,14 @@ def table_plan(config, world: World, tokens_on_disk: int) -> dict:
         touched = min(shard, tokens * reads * 5 // 4 // size)  # hashes load the owners evenly, but not exactly
         rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # a row's first and last page hold others' bytes too
         state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
-    exchanged, host = cycle_rows * (size - 1) // size, "host_" * (apart and world.device.type != "cpu")
+    exchanged, copies = cycle_rows * (size - 1) // size, "host_" * (world.device.type != "cpu")
+    host = copies if apart else ""
     return {
         f"{host}table_rows_bytes": rows_bytes, f"{host}table_state_bytes": state_bytes,
         **({f"{host}staging_bytes": 2 * STAGING_BYTES, "table_parts_bytes": 2 * STAGING_BYTES} if apart else {}),  # and their other ends
         "table_cache_bytes": 2 * cycle_rows * row * ((size > 1) + apart) * (9 if apart else 8) // 8,  # the brought rows' sizes are rounded up
         "table_gradients_bytes": (1 + (size > 1) + apart) * 4 * cycle_rows * dim,
-        "sign_pool_bytes": max(1, config.ngram_signs) * dim,
+        f"{copies}table_warm_up_copy_bytes": cycle_rows * (row + state), "sign_pool_bytes": max(1, config.ngram_signs) * dim,
         "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
         "table_exchange_bytes_per_step": exchanged * (row + 4 * dim + 8) // config.ngram_update_every,
     }
@@ -567,7 +568,8 @@ class RunLog:
         self.line(f"waited for data {waited_s:.2f} s, table {trainer.table_time.seconds():.2f} s of {seconds:.2f} s")
         if trainer.table and trainer.table.host:
             host_s = trainer.host_time.seconds()
-            self.line(f"waited for rows in host memory {host_s:.2f} s ({host_s / max(seconds, 1e-9):.1%} of the time)")
+            self.line(f"waited for rows in host memory {host_s:.2f} s ({host_s / max(seconds, 1e-9):.1%} of the time); the host's thread worked "
+                      f"{trainer.table.host.thread.worked_s:.2f} s, evaluations included")
         if peak and seconds:
             reached = 1e-12 * flops / world.size / seconds
             self.line(f"{reached:.3f} TFLOP/s a rank, MFU {reached / peak:.1%} of {peak:g}")
@@ -883,7 +885,7 @@ class TimeShare:
     """Seconds that the device spends inside `with` blocks, measured without waiting for it."""
 
     def __init__(self, world: World):
-        self.cuda, self.total, self.events = world.device.type == "cuda", 0.0, []
+        self.cuda, self.total, self.events = world.device.type == "cuda", 0.0, deque()
 
     def __enter__(self) -> None:
         self.began = self.now()
@@ -892,6 +894,9 @@ class TimeShare:
         ended = self.now()
         if self.cuda:
             self.events.append((self.began, ended))
+            while len(self.events) > 1 and self.events[0][1].query():  # what is over need not be kept
+                began, ended = self.events.popleft()
+                self.total += began.elapsed_time(ended) / 1e3
         else:
             self.total += ended - self.began
 

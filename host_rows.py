@@ -5,6 +5,7 @@ train_gpt.py's NgramTable and `cycle` its Cycle, handed in.
 """
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class InOrder:
 
     def __init__(self, name: str, prepare=None):
         self.pool, self.latest = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=prepare), None
+        self.worked_s = 0.0
 
     def __call__(self, action, *arguments) -> Future:
         before = self.latest
@@ -40,7 +42,9 @@ class InOrder:
         def act():
             if before:
                 before.result()
-            return action(*arguments)
+            began = time.perf_counter()
+            action(*arguments)
+            self.worked_s += time.perf_counter() - began
 
         self.latest = self.pool.submit(act)
         return self.latest

@@ -187,8 +187,8 @@ class Config:
 
     @property
     def untie_step(self) -> int:
-        """From this step on head and embedding are two matrices; an update cycle of the table begins with it."""
-        return -(-int(self.tie_until * self.steps) // self.ngram_update_every) * self.ngram_update_every
+        """From this step on head and embedding are two matrices; rounded to a cycle of the table as the ends of stages are."""
+        return round(self.tie_until * self.steps / self.ngram_update_every) * self.ngram_update_every
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ TRACKS = {
 }
 TRACKS["fineweb80"] = TRACKS["fineweb"] | dict(ngram_rows=21_150_720)  # one GPU of 80 GB or more: a table of 30 GiB
 TRACKS["fineweb24"] = TRACKS["fineweb"] | dict(  # one GPU of 24 GB
-    ngram_rows=2_643_840, ngram_update_every=1, micro_batch_tokens=4_096, head_chunk_tokens=4_096)
+    ngram_rows=2_643_840, ngram_update_every=1, micro_batch_tokens=8_192, head_chunk_tokens=4_096)
 
 
 # Flags that may change when a run goes on from a checkpoint, since no weight depends on them; NOT_RESUMED ones start afresh.
@@ -515,7 +515,7 @@ class NgramTable:
         return out
 
     def add_grad(self, grads: Tensor, slots: Tensor, signs: Tensor, read_grad: Tensor, fresh: bool) -> None:
-        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the cycle's rows, in a fixed order of summation.
+        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the cycle's rows; on the CPU in a fixed order of summation.
 
         With `fresh` what grads held before counts as zeros.
         """
@@ -562,14 +562,16 @@ class NgramTable:
             self.host.thread.settle()
 
     def touched(self, cycle: Cycle) -> tuple:
-        """A copy of all that an update with this cycle would change, for `put_back`."""
+        """A copy on the CPU of all that an update with this cycle would change, for `put_back`."""
         self.settle()
         ids = torch.as_tensor(cycle.owned)
-        return ids, self.rows[ids], self.second[ids], self.last[ids], self.updates
+        return ids, *(state[ids].cpu() for state in (self.rows, self.second, self.last)), self.updates
 
     def put_back(self, saved: tuple) -> None:
         self.settle()
-        ids, self.rows[ids], self.second[ids], self.last[ids], self.updates = saved
+        ids, *states, self.updates = saved
+        for state, old in zip((self.rows, self.second, self.last), states):
+            state[ids] = old.to(state.device)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -815,7 +817,7 @@ class GPT(nn.Module):
         if config.skips:
             self.skip_scales = nn.Parameter(torch.full((config.layers // 2,), SKIP_INIT))
         if config.value_embeds:
-            self.value_embeds = nn.Parameter(torch.zeros(len(config.value_embeds), padded_vocab, config.model_dim))
+            self.value_embeds = nn.ParameterList(torch.zeros(padded_vocab, config.model_dim) for _ in config.value_embeds)
         if config.ngram_rows:
             self.ngram_scales = nn.Parameter(torch.full((len(config.memory_layers),), 0.05))
             if config.ngram_gate == "context":
@@ -962,7 +964,7 @@ RULES = {  # parameter name pattern -> rule; exactly one must match each paramet
     "blocks.*.mlp_*": Rule("muon"),
     "embed": Rule("adam"),
     "head": Rule("adam"),
-    "value_embeds": Rule("adam"),
+    "value_embeds.*": Rule("adam"),
     "ngram_keys": Rule("muon"),
     "ngram_values": Rule("muon"),
     "*_gate": Rule("adam", wd=0.0),
@@ -1040,12 +1042,13 @@ class Optimizer:
         self.updates = 0
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float, batch_tokens: int) -> None:
-        """Average the gradients (of loss sums) over the step's tokens, update, and leave gradients at zero."""
+    def step(self, lr_scale: float, momentum: float, batch_tokens: int, tied: bool) -> None:
+        """Average the gradients (of loss sums) over the step's tokens, update, and leave gradients at zero. A tied head has none."""
         config, self.updates = self.config, self.updates + 1
-        reductions = [bucket.start_reduce() for bucket in self.buckets]
+        buckets = [bucket for bucket in self.buckets if not (tied and "head" in bucket.shapes)]
+        reductions = [bucket.start_reduce() for bucket in buckets]
         gathers = []
-        for bucket, reduction in zip(self.buckets, reductions):
+        for bucket, reduction in zip(buckets, reductions):
             if reduction:
                 reduction.wait()
             weights, grads = bucket.share(bucket.weights), bucket.summed.div_(batch_tokens)
@@ -1166,10 +1169,12 @@ class Trainer:
         self.model = GPT(config, dataset.vocab_size).to(world.device)
         self.table = NgramTable(config, world, dataset.classes) if config.ngram_rows else None
         self.optimizer = Optimizer(self.model, config, world)
-        self.forward = torch.compile(self.model, dynamic=False, fullgraph=True) if config.compile else self.model
+        # A graph for each stage, tied or not, trained or evaluated: more than the 8 that are allowed by default.
+        compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, recompile_limit=64, isolate_recompiles=True)
+        self.forward = compiled(self.model) if config.compile else self.model
         self.rotary = [rotary_table(config, i).to(world.device) for i in range(len(config.stage_list))]
         self.flex = config.compile and world.device.type == "cuda"
-        self.mask = torch.compile(attention_mask, dynamic=False) if self.flex else attention_mask
+        self.mask = compiled(attention_mask) if self.flex else attention_mask
         self.val = self.plan_evaluation()
         self.fetched = self.table_grads = self.asked = None  # of the update cycle under way
         self.table_time, self.host_time = TimeShare(world), TimeShare(world)
@@ -1261,7 +1266,7 @@ class Trainer:
             with self.table_time:
                 table.update(plan, self.table_grads, config.ngram_lr * scale)
             self.fetched = self.table_grads = self.asked = None
-        self.optimizer.step(scale, muon_momentum(step, config), batch_tokens)
+        self.optimizer.step(scale, muon_momentum(step, config), batch_tokens, tied=step < config.untie_step)
         if step + 1 == config.untie_step:
             self.optimizer.untie(self.model)
         if stop:
@@ -1269,12 +1274,13 @@ class Trainer:
         dist.all_reduce(sums)
         return sums
 
-    def stage_inputs(self, step: int, starts: Tensor) -> dict:
+    def stage_inputs(self, step: int, starts: Tensor, flex: bool | None = None) -> dict:
         """What the model is given besides tokens at this step of the schedules, or, in an evaluation, before it."""
-        config = self.config
+        config, flex = self.config, self.flex if flex is None else flex
         short, long = config.stage(step).windows
-        mask = self.mask(starts, long, self.flex)
-        masks = (mask if short == long else self.mask(starts, short, self.flex), mask)
+        make = self.mask if flex else attention_mask
+        mask = make(starts, long, flex)
+        masks = (mask if short == long else make(starts, short, flex), mask)
         return dict(masks=masks, rotary=self.rotary[config.stage_index(step)], tied=step < config.untie_step)
 
     def read_memory(self, batch: Batch, plan: Cycle | None) -> Tensor | None:
@@ -1334,7 +1340,7 @@ class Trainer:
             memory = self.read_memory(batch, self.table and self.table.plan([batch]))
             batch = to_device(batch, self.world.device)
             tokens, starts = batch.tokens[0], batch.starts[0]
-            inputs = self.stage_inputs(step, starts)
+            inputs = self.stage_inputs(step, starts, flex=False)  # a new length every time
             tied = inputs.pop("tied")
             logits = self.model.logits(self.model.hidden(tokens, starts, memory, **inputs)[0, -1], tied)[:self.dataset.vocab_size].cpu()
             ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
@@ -1345,7 +1351,7 @@ class Trainer:
         config = self.config
         if config.warmup_steps == 0:
             return
-        saved, updates = [t.clone() for t in self.optimizer.tensors()], self.optimizer.updates
+        saved, updates = [t.to("cpu", copy=True) for t in self.optimizer.tensors()], self.optimizer.updates
         beginnings = {stage.first for stage in config.stage_list} | {config.untie_step}
         for first in sorted(step for step in beginnings if step < config.steps):
             cycle = first // config.ngram_update_every
@@ -1360,6 +1366,8 @@ class Trainer:
         for tensor, old in zip(self.optimizer.tensors(), saved):
             tensor.copy_(old)
         self.optimizer.updates = updates
+        if self.table and self.table.host:
+            self.table.host.thread.worked_s = 0.0
         self.fetched = self.table_grads = self.asked = None
         self.table_time, self.host_time = TimeShare(self.world), TimeShare(self.world)
 
@@ -1450,6 +1458,8 @@ def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float
     if config.ranks:
         print("\n".join(plan_for(config)))
         return math.nan
+    if config.device == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the rows touched, and so the sizes, are new every cycle
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     with join_world(config) as world:
         dataset = together(world, lambda: open_dataset(config))
         plan = make_plan(config, world, dataset.vocab_size, dataset.train.num_tokens)

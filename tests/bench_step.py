@@ -64,7 +64,7 @@ def parts_of_a_step(trainer: Trainer) -> dict:
                 part = memory[m * tokens.numel():(m + 1) * tokens.numel()].view(*tokens.shape, -1).detach().requires_grad_()
             trainer.forward(tokens, starts, part, targets, **trainer.stage_inputs(0, starts)).backward()
 
-    return parts | {"forward and backward": forward_and_backward, "Muon and Adam": lambda: trainer.optimizer.step(0.0, 0.9, trainer.config.batch_tokens)}
+    return parts | {"forward and backward": forward_and_backward, "Muon and Adam": lambda: trainer.optimizer.step(0.0, 0.9, trainer.config.batch_tokens, tied=True)}
 
 
 def main() -> None:
