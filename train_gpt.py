@@ -1322,7 +1322,7 @@ class Trainer:
                 part = scores[:, (times >= low) & (times < high)].sum(1)
                 dist.all_reduce(part)
                 loss, right, loss_off, right_off = (part[:4] / part[4].clamp(min=1)).tolist()
-                lines.append(f"  order {order}, {name}: {int(part[4]):,} tokens, loss {loss:.5f} ({loss_off:.5f}), right {right:.4f} ({right_off:.4f})")
+                lines.append(f"  order {order}, {name}: {int(part[4]):,} tokens, loss {loss:.5f} (off {loss_off:.5f}), right {right:.4f} (off {right_off:.4f})")
         whole = scores.sum(1)
         dist.all_reduce(whole)
         _, right, loss_off, right_off = (whole[:4] / whole[4]).tolist()

@@ -629,7 +629,7 @@ def test_held_out_scores_split_by_how_often_an_ngram_was_trained_on(tiny):
         for name, here in {"no n-gram": times < 0, "never met": times == 0, "met once": times == 1, "met 2 to 9 times": (times > 1) & (times < 10),
                            "met 10 to 99 times": (times > 9) & (times < 100), "met 100 times or more": times > 99}.items():
             line = next(found)
-            got = re.fullmatch(rf"  order {order}, {name}: (\d+) tokens, loss (\S+) \((\S+)\), right (\S+) \((\S+)\)", line).groups()
+            got = re.fullmatch(rf"  order {order}, {name}: (\d+) tokens, loss (\S+) \(off (\S+)\), right (\S+) \(off (\S+)\)", line).groups()
             means = [scores[i][here].mean().item() if here.any() else 0.0 for i in (0, 2, 1, 3)]
             assert [float(number) for number in got] == pytest.approx([here.sum().item(), *means], abs=6e-5), line
             seen |= {name} if here.any() else set()
@@ -641,7 +641,7 @@ def test_held_out_scores_of_a_run_without_a_table_are_the_same_twice(tiny):
     with join_world(config) as world:
         trainer = Trainer(config, world, open_dataset(config))
         lines = trainer.held_out(10, trainer.evaluate(10))
-    pairs = [pair for line in lines for pair in re.findall(r"(\d\.\d+) \((\S+)\)", line)]
+    pairs = [pair for line in lines for pair in re.findall(r"(\d\.\d+) \(off (\S+)\)", line)]
     assert len(pairs) == 24 and all(a == b for a, b in pairs) and {a for a, _ in pairs} > {"0.0000"}
 
 

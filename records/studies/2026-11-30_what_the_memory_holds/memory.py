@@ -19,7 +19,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 BEGIN, END = "<!-- tables: made by memory.py -->\n", "<!-- end of tables -->"
-LINE = re.compile(r"order (\d), (.+): ([\d,]+) tokens, loss (\S+) \((\S+)\), right (\S+) \((\S+)\)")
+LINE = re.compile(r"order (\d), (.+): ([\d,]+) tokens, loss (\S+) \((?:off )?(\S+)\), right (\S+) \((?:off )?(\S+)\)")
 WHOLE = re.compile(r"held out: val_loss (\S+) over ([\d,]+) tokens, (\S+) with .* right in (\S+), off (\S+)")
 
 
