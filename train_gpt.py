@@ -1416,26 +1416,32 @@ def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoi
             checkpoints.stop(trainer, progress, log, stop)
         if save:
             checkpoints.save_or_warn(trainer, progress, log)
-    failed = None
-    if first < config.steps and (config.checkpoint or config.checkpoint_every):
-        try:
-            log.line(f"checkpoint {checkpoints.save(trainer, progress)}")
-        except SharedError as error:  # told when the results are
-            failed = error
-    log.sample(trainer, tokenizer, config.steps)
-    if trainer.table and log.main:
-        for line in table_report(config, trainer.dataset, world.size, ngram_addresses, channels(config)):
-            log.line(line)
     vocab = trainer.model.head.shape[0]
     flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens * flops_per_token(config, vocab, stage.windows)
                 for stage in config.stage_list)
     log.shares(world, clock.seconds() - started, waited_s, trainer, flops, peak_tflops(config, world), compiled_graphs() - graphs)
-    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * clock.seconds():.0f}ms")
+    progress.train_time_s = clock.seconds()
+    conclude(trainer, log, tokenizer, progress, checkpoints if first < config.steps else None, val_loss)
+    return val_loss
+
+
+def conclude(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoints: Checkpoints | None, val_loss: float) -> None:
+    """The last checkpoint, a sample, the table's use, and the result as the last two lines, which a failed checkpoint must not lose."""
+    config, failed = trainer.config, None
+    if checkpoints and (config.checkpoint or config.checkpoint_every):
+        try:
+            log.line(f"checkpoint {checkpoints.save(trainer, progress)}")
+        except SharedError as error:
+            failed = error
+    log.sample(trainer, tokenizer, config.steps)
+    if trainer.table and log.main:
+        for line in table_report(config, trainer.dataset, trainer.world.size, ngram_addresses, channels(config)):
+            log.line(line)
+    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * progress.train_time_s:.0f}ms")
     outcome = f"met at step:{progress.met[0]} train_time:{1e3 * progress.met[1]:.0f}ms" if progress.met else "not met"
     log.line(f"target val_loss:{config.target_loss} {outcome}")
     if failed:
         raise failed
-    return val_loss
 
 
 def validate(trainer: Trainer, log: RunLog, progress: Progress, clock: Clock) -> float:
