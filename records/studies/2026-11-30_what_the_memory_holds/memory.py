@@ -1,6 +1,7 @@
 """What the memory holds: loss and next-token accuracy with it, with zeros in its place, and of a model that was trained without it.
 
-    ./run.sh arms --seeds 5 --arm table='--checkpoint --val_every=0' --arm no_table='--ngram_rows=0 --checkpoint --val_every=0' --out logs/memory
+    ./run.sh arms --seeds 5 --arm table='--dtype=float32 --checkpoint --val_every=0 --sample_tokens=0' \\
+        --arm no_table='--ngram_rows=0 --dtype=float32 --checkpoint --val_every=0 --sample_tokens=0' --out logs/memory
     .venv/bin/python records/studies/2026-11-30_what_the_memory_holds/memory.py logs/memory
 
 evaluates the checkpoint of each run, keeps what the evaluation says as ARM/RUN.md beside this file, and makes the tables in
