@@ -298,6 +298,7 @@ def check_config(config, tracks: dict, orders: dict, channel_bounds) -> None:
     channels = len(config.ngram_orders) * config.ngram_heads
     need(config.ngram_combine == "sum" or config.ngram_dim % channels == 0, "ngram_dim", f"a multiple of the {channels} slices (orders x heads)")
     need(all(0 <= block < config.layers for block in config.ngram_layers), "ngram_layers", f"blocks from 0 to {config.layers - 1}")
+    need(len(config.ngram_layers) == len(set(config.ngram_layers)), "ngram_layers", "each block once")
     need(1 <= config.ngram_dim <= config.model_dim, "ngram_dim", f"1 to --model_dim={config.model_dim}")
     need(0 < len(config.ngram_orders) == len(set(config.ngram_orders)) and set(config.ngram_orders) <= orders.keys(), "ngram_orders",
          "different orders out of " + ",".join(map(str, orders)))

@@ -59,8 +59,9 @@ class InOrder:
 class Ahead:
     """A cycle's rows on their way to the device. `rows`, `late` and `changing` are the host thread's until `ready` is done."""
     owned: np.ndarray  # int64 [u], the cycle's
-    before: np.ndarray | None  # `owned` of the cycle whose update must come first, until that has begun
-    late: np.ndarray | None = None  # places in `owned` of the rows that this update changes: what is still to be brought
+    before: np.ndarray | None = None  # `owned` of the cycle whose update comes first, where somebody looked ahead
+    late: np.ndarray | None = None  # places in `owned` of the rows that this update changes
+    pending: bool = True  # whether these are still to be brought
     changing: np.ndarray | None = None  # places of the same rows in `before`
     rows: Tensor | None = None  # [u, dim] on the device
     ready: Future | None = None
@@ -98,8 +99,8 @@ class HostRows:
         if ahead and ahead.owned is cycle.owned:
             self.ahead = None
         else:  # nobody looked ahead
-            ahead = Ahead(cycle.owned, cycle.owned, late=np.arange(len(cycle.owned)))
-        if ahead.before is not None:  # nor did an update bring what is late
+            ahead = Ahead(cycle.owned, late=np.arange(len(cycle.owned)))
+        if ahead.pending:
             ahead.ready = self.thread(lambda: self.bring(ahead, ahead.late))
         with waiting:
             ahead.ready.result()
@@ -109,7 +110,9 @@ class HostRows:
 
     def update(self, owned: np.ndarray, grads: Tensor, update: int, lr: float) -> None:
         """Begin to update the rows `owned` with the gradients of their losses, float32 [u, dim] on the device."""
-        ahead = self.ahead = self.ahead if self.ahead and self.ahead.before is owned else None  # else what was brought is stale now
+        ahead = self.ahead
+        if ahead and not (ahead.pending and ahead.before is owned):  # what was brought is stale now
+            ahead = self.ahead = None
         done = self.stream and torch.cuda.current_stream().record_event()
 
         def update_shared():
@@ -121,7 +124,7 @@ class HostRows:
             self.change(owned, np.delete(places, ahead.changing) if ahead else places, grads, done, update, lr)
 
         if ahead:
-            ahead.before, ahead.ready = None, self.thread(update_shared)
+            ahead.pending, ahead.ready = False, self.thread(update_shared)
         self.thread(update_others)
 
     def bring(self, ahead: Ahead, places: np.ndarray) -> None:

@@ -359,7 +359,7 @@ def ngram_keys(tokens: Tensor, starts: Tensor, order: int) -> tuple[np.ndarray, 
     return keys.numpy(), (predecessors(starts.flatten()) >= order - 1).numpy()
 
 
-TIMES_TRAINED = {"no n-gram": (-1, 0), "never met": (0, 1), "met once": (1, 2), "met 2 to 9 times": (2, 10),
+TIMES_TRAINED = {"cut short by its segment's start": (-1, 0), "never met": (0, 1), "met once": (1, 2), "met 2 to 9 times": (2, 10),
                  "met 10 to 99 times": (10, 100), "met 100 times or more": (100, math.inf)}  # the classes that an evaluation tells apart
 
 

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py      one process a GPU, the `fineweb` track
     python train_gpt.py --help                                 every flag with its default
 
-The file reads top to bottom as a token travels: config, n-gram table, layers, model, update rules, optimizer, schedules, training,
+The file reads top to bottom as a token travels: config, n-gram table, layers, model, update rules, optimizer, schedules, plan, training,
 main. Importing it does nothing. tokens.py brings the batches: shards, stream, loader, tokenizer. harness.py holds what decides no
 number of a run: ranks and their errors, the plan, the log, checkpoints, clocks. host_rows.py stands between a table in host memory
 and the device. table_kernel.cpp is optional.
@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -123,7 +124,7 @@ class Config:
     muon_momentum_steps: int = flag(300, "steps over which the momentum rises")
     muon_momentum_cooldown: int = flag(0, "last steps over which it falls back")
     muon_beta2: float = flag(0.95, "NorMuon: decay of the second moment of each row of an update; 0: plain Muon")
-    adam_lr: float = flag(0.03, "learning rate of everything else (Adam), times the multiplier in RULES")
+    adam_lr: float = flag(0.03, "learning rate of everything else (Adam)")
     adam_beta1: float = flag(0.8, "first-moment decay of Adam")
     adam_beta2: float = flag(0.95, "second-moment decay of Adam")
     weight_decay: float = flag(0.0, "decoupled weight decay, times lr, times the multiplier in RULES")
@@ -209,8 +210,8 @@ TRACKS = {
         data="data/fineweb10B", spread_rows=False, compile=True, warmup_steps=3, seq_len=2048, batch_tokens=393_216,
         stages="1/3:1/3:384-896:0.6,2/3:2/3:640-1408:0.85,1:1:896-1664:1", micro_batch_tokens=49_152, head_chunk_tokens=8192,
         val_tokens=10_485_760, val_every=125, target_loss=3.28, sample_tokens=0, log_every=25, layers=11, model_dim=768, heads=6,
-        attn_gate=True, smear=True, skips=True, value_embeds=(0, 1, 2, 9, 10), tie_until=2 / 3,
-        steps=1600, muon_lr=0.023, muon_momentum_cooldown=50, muon_beta2=0.95, weight_decay=1.2, adam_lr=0.008, ngram_rows=84_602_880,
+        skips=True, value_embeds=(0, 1, 2, 9, 10), tie_until=2 / 3,
+        steps=1600, muon_lr=0.023, muon_momentum_cooldown=50, weight_decay=1.2, adam_lr=0.008, ngram_rows=84_602_880,
         ngram_update_every=2),
 }
 TRACKS["fineweb80"] = TRACKS["fineweb"] | dict(ngram_rows=21_150_720)  # one GPU of 80 GB or more: a table of 30 GiB
@@ -218,7 +219,7 @@ TRACKS["fineweb24"] = TRACKS["fineweb"] | dict(  # one GPU of 24 GB
     ngram_rows=2_643_840, ngram_update_every=1, micro_batch_tokens=8_192, head_chunk_tokens=4_096)
 
 
-# Flags that may change when a run goes on from a checkpoint, since no weight depends on them; NOT_RESUMED ones start afresh.
+# Flags that may change when a run goes on from a checkpoint, since no weight depends on them but for rounding; NOT_RESUMED ones start afresh.
 NOT_RESUMED = {"ranks", "device", "run_id", "out", "dry_run", "table_report", "eval_only"}
 FREE_ON_RESUME = NOT_RESUMED | {
     "peak_tflops", "link_gbs", "resume", "log_every", "compile", "warmup_steps", "timeout_s", "checkpoint", "checkpoint_every",
@@ -309,10 +310,20 @@ def channel_hash(order: int, head: int, heads: int, rows: int) -> tuple[tuple[in
     return tuple(drawn[0]), tuple(drawn[1]), modulus
 
 
-def channels(config: Config) -> list[tuple]:
-    """(order, head, first row, last row + 1, row multipliers, sign multipliers, modulus) of each channel."""
+class Channel(NamedTuple):
+    """One hash of one order: rows [low, high) of the table, the last one reserved, and the constants of its hashes."""
+    order: int
+    head: int
+    low: int
+    high: int
+    row_factors: tuple[int, ...]
+    sign_factors: tuple[int, ...]
+    modulus: int
+
+
+def channels(config: Config) -> list[Channel]:
     hashes = itertools.product(config.ngram_orders, range(config.ngram_heads))
-    return [(order, head, low, high, *channel_hash(order, head, config.ngram_heads, high - low - 1))
+    return [Channel(order, head, low, high, *channel_hash(order, head, config.ngram_heads, high - low - 1))
             for (order, head), (low, high) in zip(hashes, channel_bounds(config))]
 
 
@@ -320,8 +331,8 @@ def hash_lines(config: Config) -> list[str]:
     """What the plan says of each hash, where there is more than the record's one an order."""
     if not config.ngram_rows or config.ngram_heads == 1:
         return []
-    return [f"  order {order}, head {head}: rows {low:,} to {high - 1:,}, modulus {modulus:,}, multipliers {rows}, of signs {signs}"
-            for order, head, low, high, rows, signs, modulus in channels(config)]
+    return [f"  order {c.order}, head {c.head}: rows {c.low:,} to {c.high - 1:,}, modulus {c.modulus:,}, multipliers {c.row_factors}, "
+            f"of signs {c.sign_factors}" for c in channels(config)]
 
 
 def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
@@ -594,7 +605,7 @@ class NgramTable:
 # Layers: rotary positions, attention that stays inside its segment, squared-ReLU MLP, and the loss.
 # =====================================================================================================================
 
-SOFTCAP = 23.0  # logits become 23 * sigmoid((logit + 5) / 7.5), as in recent speedrun records
+SOFTCAP, SHIFT, WIDTH = 23.0, 5.0, 7.5  # logits become SOFTCAP * sigmoid((logit + SHIFT) / WIDTH), as in recent speedrun records
 
 
 class RMSNorm(torch.autograd.Function):
@@ -726,12 +737,12 @@ class Block(nn.Module):
         if index in config.value_embeds:
             self.value_gate = nn.Parameter(torch.zeros(config.heads, GATE_DIM))
 
-    def forward(self, x: Tensor, mask: Tensor, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | BlockMask, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
         x = x + self.attention(RMSNorm.apply(x), mask, rotary, value_embed)
         hidden = SquaredReLU.apply(F.linear(RMSNorm.apply(x), self.mlp_up.to(x.dtype)))
         return x + hidden @ self.mlp_down.to(x.dtype)
 
-    def attention(self, x: Tensor, mask: Tensor, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
+    def attention(self, x: Tensor, mask: Tensor | BlockMask, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
         batch, length, dim = x.shape
         qkv = F.linear(x, self.qkv.flatten(0, 1).to(x.dtype))
         qkv = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, H, L, D]
@@ -768,20 +779,20 @@ class SoftcappedLoss(torch.autograd.Function):
             part, target = x[low:low + chunk], targets[low:low + chunk, None]
             if fp8:
                 part8, scale = float8(part)
-                logits = F.scaled_mm(part8, head8.mT, scale / 7.5, ScalingType.TensorWise, head_scale, ScalingType.TensorWise,
+                logits = F.scaled_mm(part8, head8.mT, scale / WIDTH, ScalingType.TensorWise, head_scale, ScalingType.TensorWise,
                                      output_dtype=x.dtype)
             else:
-                logits = F.linear(part / 7.5, head)
-            gate = logits.float().add_(5 / 7.5).sigmoid_()
-            probability = (gate * SOFTCAP).softmax(-1)
+                logits = F.linear(part / WIDTH, head)
+            capped = logits.float().add_(SHIFT / WIDTH).sigmoid_()
+            probability = (capped * SOFTCAP).softmax(-1)
             index, counted = target.clamp(min=0), (target >= 0).to(x.dtype)
             loss -= (probability.gather(1, index).log() * counted).sum()
             if training:
                 probability.scatter_add_(1, index, -torch.ones_like(index, dtype=torch.float32))
-                grad = torch.ops.aten.sigmoid_backward(probability, gate).to(x.dtype)
-                scale = counted * (SOFTCAP / 7.5)  # on the narrow factors, not on the logits
-                x_grad[low:low + chunk] = grad @ head * scale
-                weight_grad += grad.mT @ (part * scale)
+                grad = torch.ops.aten.sigmoid_backward(probability, capped).to(x.dtype)
+                slope = counted * (SOFTCAP / WIDTH)  # on the narrow factors, not on the logits
+                x_grad[low:low + chunk] = grad @ head * slope
+                weight_grad += grad.mT @ (part * slope)
         if training:
             ctx.save_for_backward(x_grad, weight_grad)
         return loss
@@ -886,7 +897,7 @@ class GPT(nn.Module):
     def logits(self, x: Tensor, tied: bool) -> Tensor:
         """x [..., model_dim] of `hidden` -> float32 [..., padded vocabulary]."""
         head = self.embed if tied else self.head
-        return SOFTCAP * torch.sigmoid((F.linear(x, head.to(x.dtype)).float() + 5) / 7.5)
+        return SOFTCAP * torch.sigmoid((F.linear(x, head.to(x.dtype)).float() + SHIFT) / WIDTH)
 
     def scores(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor, masks: tuple, rotary: Tensor, tied: bool) -> Tensor:
         """float32 [2, B * L]: each position's loss in nats, and 1 where the likeliest token is the target."""
@@ -954,7 +965,6 @@ def adam_update(weights: Tensor, grads: Tensor, first: Tensor, second: Tensor, u
 @dataclass(frozen=True)
 class Rule:
     kind: str  # "muon" or "adam"
-    lr: float = 1.0  # multiplies muon_lr or adam_lr
     wd: float = 1.0  # multiplies weight_decay
 
 
@@ -1042,7 +1052,7 @@ class Optimizer:
         self.updates = 0
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float, batch_tokens: int, tied: bool) -> None:
+    def step(self, scale: float, momentum: float, batch_tokens: int, tied: bool) -> None:
         """Average the gradients (of loss sums) over the step's tokens, update, and leave gradients at zero. A tied head has none."""
         config, self.updates = self.config, self.updates + 1
         buckets = [bucket for bucket in self.buckets if not (tied and "head" in bucket.shapes)]
@@ -1054,10 +1064,10 @@ class Optimizer:
             weights, grads = bucket.share(bucket.weights), bucket.summed.div_(batch_tokens)
             wd = config.weight_decay * bucket.rule.wd
             if bucket.rule.kind == "muon":
-                muon_update(weights, grads, *bucket.moments.values(), config.muon_lr * bucket.rule.lr * lr_scale, momentum,
+                muon_update(weights, grads, *bucket.moments.values(), config.muon_lr * scale, momentum,
                             config.muon_beta2, wd, getattr(torch, config.dtype))
             else:
-                adam_update(weights, grads, *bucket.moments.values(), self.updates, config.adam_lr * bucket.rule.lr * lr_scale,
+                adam_update(weights, grads, *bucket.moments.values(), self.updates, config.adam_lr * scale,
                             config.adam_beta1, config.adam_beta2, wd)
             gathers.append(bucket.start_gather())
             bucket.grads.zero_()
@@ -1183,7 +1193,7 @@ class Trainer:
     # -- ahead of time, on the CPU -----------------------------------------------------------------------------------------
 
     def prepare(self, cycle: int) -> tuple[list[Batch], Cycle | None]:
-        """The batches of an update cycle and the table's plan for them: a function of the cycle's number alone."""
+        """The batches of an update cycle and the table's plan for them: of its number, and of the rows that a resumed cycle carries."""
         config, world = self.config, self.world
         stage = config.stage(cycle * config.ngram_update_every)
         rows, micro_rows = stage.batch_tokens // config.seq_len, config.micro_rows(world.size, stage.batch_tokens)
@@ -1212,7 +1222,7 @@ class Trainer:
         self.asked, self.fetched = plan.asked, self.table.fetch(plan, self.host_time)
         if self.table.host and upcoming:
             self.table.host.look_ahead(plan, upcoming)
-        self.table_grads = torch.empty(len(plan.asked), self.config.ngram_row_dim, device=self.world.device)
+        self.table_grads = torch.empty(len(plan.asked), self.config.ngram_row_dim, device=self.world.device)  # its first add_grad clears it
         if self.carried:
             ids, grads = (tensor.to(self.world.device) for tensor in self.carried[1:])
             self.table_grads.zero_().index_add_(0, torch.searchsorted(self.asked, ids), grads)
@@ -1259,7 +1269,7 @@ class Trainer:
             loss.backward()
             if table:
                 with self.table_time:
-                    table.add_grad(self.table_grads, slots, signs, memory.grad.view(-1, config.ngram_row_dim), fresh=index == m == 0)
+                    table.add_grad(self.table_grads, slots, signs, memory.grad.view(-1, config.ngram_row_dim), fresh=(index == 0 and m == 0))
             sums[0] += loss.detach() / batch_tokens
         scale = lr_scale(step, config)
         if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
@@ -1308,26 +1318,30 @@ class Trainer:
         often the n-gram was trained on. val_loss is that of `evaluate`.
         """
         score = torch.compile(self.model.scores, dynamic=False) if self.flex else self.model.scores
-        scores = []  # of each micro-batch: with the table, without, and 1; float64 [5, B * L]
+        scores = []  # of each micro-batch: loss and whether right, with the table and off, and 1; float64 [5, B * L]
         for batch, plan in self.val:
             memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
             tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
             both = [score(tokens, starts, said, targets, **self.stage_inputs(step, starts))
                     for said in (memory, None if memory is None else torch.zeros_like(memory))]
             scores.append(torch.cat((*both, torch.ones_like(both[0][:1]))).double().mul_(targets.flatten() >= 0).cpu())
-        scores, lines = torch.cat(scores, dim=1), []
+        scores = torch.cat(scores, dim=1)
+
+        def means(which: Tensor) -> list[float]:
+            """Loss, right, loss off and right off over some positions of all ranks, and how many there are."""
+            sums = scores[:, which].sum(1)
+            dist.all_reduce(sums)
+            return [*(sums[:4] / sums[4].clamp(min=1)).tolist(), int(sums[4])]
+
+        _, right, loss_off, right_off, count = means(torch.ones_like(scores[0], dtype=torch.bool))
+        lines = [f"held out: val_loss {val_loss:.5f} over {count:,} tokens, {loss_off:.5f} with the table switched off; "
+                 f"next token right in {right:.4f}, off {right_off:.4f}; where the n-gram was"]
         for order, times in times_trained(self.config, self.dataset, step, [batch for batch, _ in self.val]).items():
-            times = torch.from_numpy(times)
             for name, (low, high) in TIMES_TRAINED.items():
-                part = scores[:, (times >= low) & (times < high)].sum(1)
-                dist.all_reduce(part)
-                loss, right, loss_off, right_off = (part[:4] / part[4].clamp(min=1)).tolist()
-                lines.append(f"  order {order}, {name}: {int(part[4]):,} tokens, loss {loss:.5f} (off {loss_off:.5f}), right {right:.4f} (off {right_off:.4f})")
-        whole = scores.sum(1)
-        dist.all_reduce(whole)
-        _, right, loss_off, right_off = (whole[:4] / whole[4]).tolist()
-        return [f"held out: val_loss {val_loss:.5f} over {int(whole[4]):,} tokens, {loss_off:.5f} with the table switched off; "
-                f"next token right in {right:.4f}, off {right_off:.4f}", *lines]
+                loss, right, loss_off, right_off, count = means(torch.from_numpy((times >= low) & (times < high)))
+                if count:
+                    lines.append(f"  order {order}, {name}: {count:,} tokens, loss {loss:.5f} (off {loss_off:.5f}), right {right:.4f} (off {right_off:.4f})")
+        return lines
 
     @torch.no_grad()
     def sample(self, step: int, prompt: list[int]) -> list[int]:

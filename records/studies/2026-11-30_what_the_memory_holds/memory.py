@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 BEGIN, END = "<!-- tables: made by memory.py -->\n", "<!-- end of tables -->"
 LINE = re.compile(r"order (\d), (.+): ([\d,]+) tokens, loss (\S+) \((?:off )?(\S+)\), right (\S+) \((?:off )?(\S+)\)")
-WHOLE = re.compile(r"held out: val_loss (\S+) over ([\d,]+) tokens, (\S+) with .* right in (\S+), off (\S+)")
+WHOLE = re.compile(r"held out: val_loss (\S+) over ([\d,]+) tokens, (\S+) with .* right in (\S+), off ([\d.]+)")
 
 
 def evaluate(logs: Path) -> None:
