@@ -24,7 +24,7 @@ fi
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 flags=" ${*//_/-} "
 track=cpu
-if [[ $flags == *"--track=fineweb "* || ( $gpus -gt 0 && $flags != *"--track=cpu "* && $flags != *"--device=cpu "* ) ]]; then
+if [[ $flags == *"--track"[=\ ]"fineweb"* || ( $gpus -gt 0 && $flags != *"--track=cpu "* && $flags != *"--device=cpu "* ) ]]; then
     track=fineweb
 fi
 if [[ $track == cpu && $flags != *" --data"* && $flags != *" --help "* ]] && ! compgen -G "data/torch_source/*_val_*.bin" >/dev/null; then

@@ -54,6 +54,13 @@ def test_missing_embedded_data_is_made_first(clone, tmp_path):
     assert "made the data []" in done.stdout and "data/torch_source: found no" in done.stderr
 
 
+@pytest.mark.parametrize("flags", [["--track=fineweb"], ["--track", "fineweb"], ["--track=fineweb24"]])
+def test_other_tracks_do_not_make_it(flags, clone):
+    (clone / "data/text.py").write_text("print('made the data')\n")
+    done = run(clone, *flags, "--device=cuda", "--ranks=1", "--dry_run")
+    assert done.returncode == 0 and "made the data" not in done.stdout and "plan for 1 rank on cuda" in done.stdout
+
+
 def test_test_runs_pytest(clone):
     (clone / "test_one.py").write_text("def test_one():\n    pass\n")
     done = run(clone, "test", "test_one.py")
