@@ -21,7 +21,7 @@ FIELD_TARGET_LOSS = 3.28     # logs of other trainers do not name their target; 
 OUTLIER_SCORE = 3.5          # modified z-score, Iglewicz and Hoaglin (1993)
 OUTLIER_MIN_RUNS = 5         # below this the median absolute deviation says nothing
 LOG_SUFFIXES = (".txt", ".log")
-NOT_CONFIG_DIFFERENCES = {"seed", "run_id", "out"}
+NOT_CONFIG_DIFFERENCES = {"seed", "run_id", "out", "resume"}
 
 
 class UserError(Exception):
@@ -85,7 +85,7 @@ def _arms_of_folder(folder: Path, skipped: list[tuple[str, str]]) -> list[tuple[
     """Each folder at or below `folder` that holds logs is an arm."""
     arms = []
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "checkpoints")
         if files := _only_logs([Path(place, name) for name in sorted(names)], skipped):
             arms.append((Path(place), files))
     return arms
@@ -148,18 +148,27 @@ def _join_continued(runs: list[Run], collected: Collected) -> list[Run]:
     What went on from a run that ended well is no second sample, and is left out.
     """
     by_id = {run.header["run_id"]: run for run in runs if "run_id" in run.header}
+    repeats: dict[str, Run] = {}     # run_id of what goes on from a finished run -> that run
     for run in sorted((run for run in runs if run.resumed), key=lambda run: len(run.resumed["run_ids"])):
-        earlier = by_id.get(run.resumed["run_ids"][-1])
+        before, step = run.resumed["run_ids"][-1], run.resumed["step"]
+        earlier = by_id.get(before)
         if earlier is None or earlier is run:
+            run.goes_on_from = f"{before} at step {step}"
             continue
-        left_out, kept = (run, earlier) if earlier.failure is None else (earlier, run)
-        if kept is run:
-            count = sum(step <= run.resumed["step"] and step not in run.steps for step in earlier.steps)
+        whole = repeats.get(before) or (earlier if earlier.failure is None else None)
+        if whole:
+            repeats[run.header["run_id"]] = whole
+        else:
+            count = sum(at <= step and at not in run.steps for at in earlier.steps)
             for name in ("steps", "losses", "times_ms"):
                 setattr(run, name, getattr(earlier, name)[:count] + getattr(run, name))
-        by_id[left_out.header["run_id"]] = kept
-        runs = [other for other in runs if other is not left_out]
-        collected.duplicates.append((str(left_out.path), str(kept.path)))
+            for name in ("world_size", "device", "torch"):     # so that it is pooled with nothing that ran on one of them alone
+                if getattr(earlier, name) != getattr(run, name):
+                    setattr(run, name, f"{getattr(earlier, name)}, then {getattr(run, name)}")
+        left_out, kept = (run, whole) if whole else (earlier, run)
+        if any(other is left_out for other in runs):
+            runs = [other for other in runs if other is not left_out]
+            collected.duplicates.append((str(left_out.path), str(kept.path)))
     return runs
 
 
@@ -403,6 +412,7 @@ def describe_arm(name: str, runs: list[Run], target: float | None) -> dict:
 
 def _notes_on_arm(arm: dict, good: list[Run]) -> list[str]:
     notes = [f"failed: {failed['run']}: {failed['reason']}" for failed in arm["failed"]]
+    notes += [f"{run.name} goes on from {run.goes_on_from}, whose log is not here" for run in arm["_runs"] if run.goes_on_from]
     early = [run for run in good if run.ended_early]
     if early:
         ends = _count_list([f"{run.final_step} of {run.total}" for run in early])
@@ -475,6 +485,8 @@ def _time_at_equal_loss(arm: list[Run], base: list[Run]) -> dict | None:
     if any(curve is None for curve in curves):
         return None
     level = max(float(curve[1][-1]) for curve in curves)
+    if any(steps[0] > 0 and losses[0] < level - 1e-12 for steps, losses, _ in curves):     # it was there before anybody looked
+        return None
     reached = [first_reach(curve, level) for curve in curves]
     if any(point is None or not math.isfinite(point[1]) for point in reached):
         return None

@@ -30,7 +30,8 @@ def plot_report(report: dict, path: Path) -> None:
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
                                 "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False}):
         good = [run for group in report["groups"] for arm in group["arms"] for run in arm["_runs"] if not run.failure]
-        no_curves = all(len(run.steps) == 1 for run in good) and any(group["comparisons"] for group in report["groups"])
+        compared = [c for group in report["groups"] for c in group["comparisons"] if c["loss_difference"] is not None]
+        no_curves = compared and all(len(run.steps) == 1 for run in good)
         figure = _draw_by(report) if report["by"] else _draw_differences(report) if no_curves else _draw_curves(report)
         part = path.with_name(f".{path.name}.part")
         figure.savefig(part, format="png", dpi=130)
@@ -134,13 +135,14 @@ def _draw_differences(report: dict) -> Figure:
     rows = [(group, comparison) for group in report["groups"] for comparison in group["comparisons"] if comparison["loss_difference"] is not None]
     figure, (axes,) = _new_figure(9, 1.2 + 0.32 * len(rows), 1, report)
     for place, (group, comparison) in enumerate(rows):
-        arm, base = ({run.seed if run.seed is not None else run.path: run.final_loss for run in member["_runs"] if not run.failure}
+        arm, base = ([(run.seed, run.final_loss) for run in member["_runs"] if not run.failure]
                      for name in (comparison["arm"], comparison["baseline"]) for member in group["arms"] if member["name"] == name)
-        paired, level = comparison["loss_by_seed"], np.mean(list(base.values()))
-        differences = [1000 * (loss - (base[seed] if paired else level)) for seed, loss in arm.items() if not paired or seed in base]
-        interval = paired.get("ci95") or comparison["loss_ci95"]
+        paired, level = comparison["loss_by_seed"], np.mean([loss for _, loss in base])
+        of_seed = dict(base) if paired else {seed: level for seed, _ in arm}
+        mean, interval = paired.get("difference", comparison["loss_difference"]), paired.get("ci95") or comparison["loss_ci95"]
+        differences = [1000 * (loss - of_seed[seed]) for seed, loss in arm if seed in of_seed]
         axes.plot(differences, [place] * len(differences), "o", color=COLOURS[0], alpha=0.5, markersize=4)
-        axes.plot([np.mean(differences)], [place], "D", color=COLOURS[1], markersize=6, zorder=3)
+        axes.plot([1000 * mean], [place], "D", color=COLOURS[1], markersize=6, zorder=3)
         if interval:
             axes.plot([1000 * end for end in interval], [place, place], "-", color=COLOURS[1], linewidth=1.5)
     axes.axvline(0, color="0.35", linewidth=1)

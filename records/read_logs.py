@@ -61,6 +61,7 @@ class Run:
     failure: str | None = None          # why the run does not count, or None
     repeated_step: int | None = None    # a step evaluated more than once; its last evaluation counts
     several_in_file: bool = False
+    goes_on_from: str | None = None     # the run before it, where that one's log is not at hand
 
     @property
     def name(self) -> str:

@@ -268,9 +268,9 @@ def test_same_run_in_two_files_counts_once(tmp_path):
     assert "counted once" in compare.to_text(report)
 
 
-def part(folder: Path, run_id: str, steps: list[int], after: list[str] = (), at: int = 0, seed: int = 1) -> None:
-    head = header(seed, run_id=run_id, **({"resumed": {"run_ids": list(after), "step": at}} if after else {}))
-    (folder / f"{run_id}.txt").write_text(own_log([(step, 8 - step / 40, 100 * step) for step in steps], head=head))
+def part(folder: Path, run_id: str, steps: list[int], after: list[str] = (), at: int = 0, seed: int = 1, ms: int = 100, **more) -> None:
+    head = header(seed, run_id=run_id, **({"resumed": {"run_ids": list(after), "step": at}} if after else {}), **more)
+    (folder / f"{run_id}.txt").write_text(own_log([(step, 8 - step / 40, ms * step) for step in steps], head=head))
 
 
 def test_a_run_and_its_continuations_are_one_run(tmp_path):
@@ -288,13 +288,43 @@ def test_a_run_and_its_continuations_are_one_run(tmp_path):
         "z_first.txt": "m_second.txt", "m_second.txt": "a_third.txt"}
 
 
+def test_an_abandoned_branch_lends_nothing(tmp_path):
+    """k2 went on from k1 and was killed, k3 went on from a later checkpoint of k1, on other hardware, and finished."""
+    part(tmp_path, "k1", [0, 50, 100, 150])
+    part(tmp_path, "k2", [60, 110, 160], ["k1"], at=55, ms=90)
+    part(tmp_path, "k3", [200], ["k1"], at=120, world_size=2)
+    report = report_of(tmp_path, mix=True)
+    runs = {run.path.stem: run for run in collect([str(tmp_path)]).arms[tmp_path.name]}
+    assert runs.keys() == {"k2", "k3"} and runs["k3"].failure is None and "stopped" in runs["k2"].failure
+    assert curve_of(runs["k3"]) == [(step, 8 - step / 40, 100 * step) for step in (0, 50, 100, 200)]
+    assert runs["k3"].world_size == "1, then 2" and [Path(row["path"]).name for row in report["duplicates"]] == ["k1.txt"]
+
+
+def test_a_folder_of_checkpoints_holds_no_logs(tmp_path):
+    part(tmp_path, "r", [0, 200])
+    (tmp_path / "checkpoints" / "r_step000200").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "r_step000200" / "dense.pt").write_bytes(b"x")
+    (tmp_path / "checkpoints" / "latest").write_text("r_step000200")
+    assert report_of(tmp_path)["skipped"] == []
+
+
+def test_what_was_there_before_anybody_looked_has_no_time_at_equal_loss(tmp_path):
+    for arm, loss in (("a", 3.4), ("b", 3.5)):
+        (tmp_path / arm).mkdir()
+        for seed in (1, 2):
+            (tmp_path / arm / f"{seed}.txt").write_text(own_log([(200, loss + seed / 100, 20_000 + seed)], head=header(seed)))
+    (comparison,) = report_of(tmp_path / "a", tmp_path / "b")["groups"][0]["comparisons"]
+    assert comparison["equal_loss"] is None and comparison["loss_difference"] == pytest.approx(0.1)
+
+
 def test_going_on_from_a_finished_run_makes_no_second_sample(tmp_path):
     part(tmp_path, "whole", [0, 100, 200])
     part(tmp_path, "again", [150, 200], ["whole"], at=120)
     part(tmp_path, "orphan", [150, 200], ["gone"], at=120, seed=3)
+    part(tmp_path, "once_more", [190, 200], ["whole", "again"], at=180)
     report = report_of(tmp_path)
-    assert only_arm(report)["n"] == 2
-    assert [(Path(row["path"]).name, Path(row["same_as"]).name) for row in report["duplicates"]] == [("again.txt", "whole.txt")]
+    assert only_arm(report)["n"] == 2 and "orphan.txt goes on from gone at step 120, whose log is not here" in only_arm(report)["notes"]
+    assert [(Path(row["path"]).name, Path(row["same_as"]).name) for row in report["duplicates"]] == [("again.txt", "whole.txt"), ("once_more.txt", "whole.txt")]
 
 
 def test_a_cut_copy_gives_way_to_the_whole_run(tmp_path):
@@ -573,7 +603,7 @@ def test_plots_are_images(arguments, colours, tmp_path, capsys):
     assert not list(tmp_path.glob(".*.part"))
 
 
-@pytest.mark.parametrize("shared_seeds", [True, False])
+@pytest.mark.parametrize("shared_seeds", ["shared", "different", "repeated"])
 def test_runs_evaluated_at_their_end_alone_are_drawn_as_differences(shared_seeds, tmp_path):
     """Seed by seed where the seeds are the same, else from the baseline's mean; the interval is the report's."""
     from plots import _draw_differences, plot_report
@@ -581,15 +611,18 @@ def test_runs_evaluated_at_their_end_alone_are_drawn_as_differences(shared_seeds
     for arm, values in losses.items():
         (tmp_path / arm).mkdir()
         for i, loss in enumerate(values):
-            head = header(i + 10 * (arm == "idea" and not shared_seeds))
+            head = header(1 if shared_seeds == "repeated" else i + 10 * (arm == "idea" and shared_seeds == "different"))
             (tmp_path / arm / f"{i}.txt").write_text(own_log([(200, loss, 20_000 + i)], head=head))
     report = report_of(tmp_path / "baseline", tmp_path / "idea")
     (axes,) = _draw_differences(report).axes
     dots, (mean,), interval = (line.get_xdata() for line in axes.lines[:3])
-    expected = [-20, -10, -50] if shared_seeds else [-50, 0, -30]
+    expected = [-20, -10, -50] if shared_seeds == "shared" else [-50, 0, -30]
     assert list(dots) == pytest.approx(expected) and mean == pytest.approx(sum(expected) / 3)
-    test = stats.ttest_1samp(expected, 0) if shared_seeds else stats.ttest_ind(losses["idea"], losses["baseline"], equal_var=False)
-    scale = 1 if shared_seeds else 1000
+    if shared_seeds == "repeated":  # no sample, hence no interval: the line at 0 comes next
+        assert list(interval) == [0, 0]
+        return
+    test = stats.ttest_1samp(expected, 0) if shared_seeds == "shared" else stats.ttest_ind(losses["idea"], losses["baseline"], equal_var=False)
+    scale = 1 if shared_seeds == "shared" else 1000
     assert list(interval) == pytest.approx([scale * end for end in test.confidence_interval(0.95)])
     assert [label.get_text() for label in axes.get_yticklabels()] == ["idea"]
     plot_report(report, tmp_path / "plot.png")
@@ -600,9 +633,13 @@ def test_plot_refuses_what_it_cannot_draw(tmp_path, capsys):
     assert compare.main([str(LOGS / "own"), "--plot", str(tmp_path / "a.jpg")]) == 1
     assert compare.main([str(LOGS / "own"), "--plot", str(tmp_path / "no" / "a.png")]) == 1
     assert compare.main([str(LOGS / "killed.txt"), "--plot", str(tmp_path / "a.png")]) == 1
+    for arm in "bc":
+        (tmp_path / arm).mkdir()
+        part(tmp_path / arm, arm, [100])
+    assert compare.main([str(tmp_path / "b"), str(tmp_path / "c"), "--plot", str(tmp_path / "a.png")]) == 1
     errors = capsys.readouterr().err
-    assert "expected .png" in errors and "does not exist" in errors and "no finished run" in errors
-    assert not list(tmp_path.iterdir())
+    assert "expected .png" in errors and "does not exist" in errors and errors.count("no finished run") == 2
+    assert not list(tmp_path.glob("*.png")) and not list(tmp_path.glob(".*"))
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
