@@ -368,18 +368,22 @@ def times_trained(config, dataset: Dataset, step: int, batches: list[Batch]) -> 
 
     -1 where its segment is too short for one. Tokens read again in a later epoch count once.
     """
-    stream, trained, found = dataset.train, [], {}
+    stream, found, counted = dataset.train, {}, {}
+    for order in config.ngram_orders:
+        keys, complete = (np.concatenate(parts) for parts in zip(*(ngram_keys(dataset.classes(b.tokens), b.starts, order) for b in batches)))
+        known, at = np.unique(keys, return_inverse=True)
+        found[order], counted[order] = (complete, at), (known, np.zeros(len(known), np.int64))
     for stage in config.stage_list:
         first, last = (min(config.tokens_before(min(at, step)) // config.seq_len, stream.num_rows) for at in (stage.first, stage.end))
-        if first < last:
-            trained.append(make_batch(stream.read(first, last - first), last - first, last - first, dataset.doc_start, stage.length))
-    for order in config.ngram_orders:
-        (of_training, of_batches) = ([ngram_keys(dataset.classes(batch.tokens), batch.starts, order) for batch in some]
-                                     for some in (trained, batches))
-        known, times = np.unique(np.concatenate([[-1], *(keys[complete] for keys, complete in of_training)]), return_counts=True)
-        at = [np.searchsorted(known, keys).clip(max=len(known) - 1) for keys, _ in of_batches]  # -1 is no n-gram's
-        found[order] = np.concatenate([np.where(complete, np.where(known[i] == keys, times[i], 0), -1) for (keys, complete), i in zip(of_batches, at)])
-    return found
+        rows = max(1, REPORT_TOKENS // 8 // config.seq_len)
+        for low in range(first, last, rows):
+            count = min(rows, last - low)
+            batch = make_batch(stream.read(low, count), count, count, dataset.doc_start, stage.length)
+            for order, (known, times) in counted.items():
+                keys, complete = ngram_keys(dataset.classes(batch.tokens), batch.starts, order)
+                at = np.searchsorted(known, keys[complete]).clip(max=len(known) - 1)
+                times += np.bincount(at[known[at] == keys[complete]], minlength=len(known))
+    return {order: np.where(complete, counted[order][1][at], -1) for order, (complete, at) in found.items()}
 
 
 def table_report(config, dataset: Dataset, world_size: int, addresses, channels: list[tuple]) -> list[str]:

@@ -763,6 +763,16 @@ def float8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
+def squashed_logits(x: Tensor, head: Tensor, head8: tuple[Tensor, Tensor] | None) -> Tensor:
+    """x [T, D], head [V, D] in one type -> float32 [T, V] between 0 and 1: logits before SOFTCAP. With head8 a product of float8."""
+    if head8:
+        x8, scale = float8(x)
+        logits = F.scaled_mm(x8, head8[0].mT, scale / WIDTH, ScalingType.TensorWise, head8[1], ScalingType.TensorWise, output_dtype=x.dtype)
+    else:
+        logits = F.linear(x / WIDTH, head)
+    return logits.float().add_(SHIFT / WIDTH).sigmoid_()
+
+
 class SoftcappedLoss(torch.autograd.Function):
     """Head, softcap and cross-entropy in chunks of tokens, gradients made in the same pass; logits never exist whole.
 
@@ -774,16 +784,10 @@ class SoftcappedLoss(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, fp8: bool) -> Tensor:
         loss, head, training = torch.zeros((), device=x.device), weight.to(x.dtype), ctx.needs_input_grad[0]
         x_grad, weight_grad = (torch.empty_like(x), torch.zeros_like(weight)) if training else (None, None)
-        head8, head_scale = float8(head) if fp8 else (None, None)
+        head8 = float8(head) if fp8 else None
         for low in range(0, len(x), chunk):
             part, target = x[low:low + chunk], targets[low:low + chunk, None]
-            if fp8:
-                part8, scale = float8(part)
-                logits = F.scaled_mm(part8, head8.mT, scale / WIDTH, ScalingType.TensorWise, head_scale, ScalingType.TensorWise,
-                                     output_dtype=x.dtype)
-            else:
-                logits = F.linear(part / WIDTH, head)
-            capped = logits.float().add_(SHIFT / WIDTH).sigmoid_()
+            capped = squashed_logits(part, head, head8)
             probability = (capped * SOFTCAP).softmax(-1)
             index, counted = target.clamp(min=0), (target >= 0).to(x.dtype)
             loss -= (probability.gather(1, index).log() * counted).sum()
@@ -894,16 +898,12 @@ class GPT(nn.Module):
         head = self.embed if tied else self.head
         return SoftcappedLoss.apply(x.flatten(0, 1), head, targets.flatten(), self.config.head_chunk_tokens, self.config.fp8_head)
 
-    def logits(self, x: Tensor, tied: bool) -> Tensor:
-        """x [..., model_dim] of `hidden` -> float32 [..., padded vocabulary]."""
-        head = self.embed if tied else self.head
-        return SOFTCAP * torch.sigmoid((F.linear(x, head.to(x.dtype)).float() + SHIFT) / WIDTH)
-
     def scores(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor, masks: tuple, rotary: Tensor, tied: bool) -> Tensor:
         """float32 [2, B * L]: each position's loss in nats, and 1 where the likeliest token is the target."""
-        parts, chunk = [], self.config.head_chunk_tokens
-        for x, target in zip(self.hidden(tokens, starts, memory, masks, rotary).flatten(0, 1).split(chunk), targets.flatten().split(chunk)):
-            logits = self.logits(x, tied)
+        x, head = self.hidden(tokens, starts, memory, masks, rotary).flatten(0, 1), (self.embed if tied else self.head).to(self.dtype)
+        parts, chunk, head8 = [], self.config.head_chunk_tokens, float8(head) if self.config.fp8_head else None
+        for part, target in zip(x.split(chunk), targets.flatten().split(chunk)):
+            logits = SOFTCAP * squashed_logits(part, head, head8)
             parts.append(torch.stack((F.cross_entropy(logits, target, reduction="none", ignore_index=-1), logits.argmax(-1) == target)))
         return torch.cat(parts, dim=1)
 
@@ -1313,9 +1313,9 @@ class Trainer:
         return float(total[0] / total[1])
 
     @torch.no_grad()
-    def held_out(self, step: int, val_loss: float) -> list[str]:
-        """What the table does on validation tokens: loss and accuracy with it and with zeros in place of what it says, in all and by how
-        often the n-gram was trained on. val_loss is that of `evaluate`.
+    def held_out(self, step: int) -> list[str]:
+        """What the table does on validation tokens: loss and accuracy with it, and off (zeros in place of what it says), in all and by how
+        often training met the n-gram.
         """
         score = torch.compile(self.model.scores, dynamic=False) if self.flex else self.model.scores
         scores = []  # of each micro-batch: loss and whether right, with the table and off, and 1; float64 [5, B * L]
@@ -1323,24 +1323,22 @@ class Trainer:
             memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
             tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
             both = [score(tokens, starts, said, targets, **self.stage_inputs(step, starts))
-                    for said in (memory, None if memory is None else torch.zeros_like(memory))]
-            scores.append(torch.cat((*both, torch.ones_like(both[0][:1]))).double().mul_(targets.flatten() >= 0).cpu())
+                    for said in ((None,) if memory is None else (memory, torch.zeros_like(memory)))]
+            scores.append(torch.cat((both[0], both[-1], torch.ones_like(both[0][:1]))).double().mul_(targets.flatten() >= 0).cpu())
         scores = torch.cat(scores, dim=1)
 
-        def means(which: Tensor) -> list[float]:
-            """Loss, right, loss off and right off over some positions of all ranks, and how many there are."""
+        def told(which: Tensor) -> tuple[int, str]:
+            """How many of some positions there are on all ranks, and loss and accuracy over them."""
             sums = scores[:, which].sum(1)
             dist.all_reduce(sums)
-            return [*(sums[:4] / sums[4].clamp(min=1)).tolist(), int(sums[4])]
+            loss, right, loss_off, right_off = (sums[:4] / sums[4].clamp(min=1)).tolist()
+            off = ("", "") if self.table is None else (f" (off {loss_off:.5f})", f" (off {right_off:.4f})")
+            return int(sums[4]), f"{int(sums[4]):,} tokens, loss {loss:.5f}{off[0]}, right {right:.4f}{off[1]}"
 
-        _, right, loss_off, right_off, count = means(torch.ones_like(scores[0], dtype=torch.bool))
-        lines = [f"held out: val_loss {val_loss:.5f} over {count:,} tokens, {loss_off:.5f} with the table switched off; "
-                 f"next token right in {right:.4f}, off {right_off:.4f}; where the n-gram was"]
+        lines = [f"held out: {told(torch.ones_like(scores[0], dtype=torch.bool))[1]}; where the n-gram was"]
         for order, times in times_trained(self.config, self.dataset, step, [batch for batch, _ in self.val]).items():
-            for name, (low, high) in TIMES_TRAINED.items():
-                loss, right, loss_off, right_off, count = means(torch.from_numpy((times >= low) & (times < high)))
-                if count:
-                    lines.append(f"  order {order}, {name}: {count:,} tokens, loss {loss:.5f} (off {loss_off:.5f}), right {right:.4f} (off {right_off:.4f})")
+            parts = {name: told(torch.from_numpy((times >= low) & (times < high))) for name, (low, high) in TIMES_TRAINED.items()}
+            lines += [f"  order {order}, {name}: {text}" for name, (count, text) in parts.items() if count]
         return lines
 
     @torch.no_grad()
@@ -1355,8 +1353,9 @@ class Trainer:
             batch = to_device(batch, self.world.device)
             tokens, starts = batch.tokens[0], batch.starts[0]
             inputs = self.stage_inputs(step, starts, flex=False)  # a new length every time
-            tied = inputs.pop("tied")
-            logits = self.model.logits(self.model.hidden(tokens, starts, memory, **inputs)[0, -1], tied)[:self.dataset.vocab_size].cpu()
+            head = self.model.embed if inputs.pop("tied") else self.model.head
+            x = self.model.hidden(tokens, starts, memory, **inputs)[0, -1:]
+            logits = SOFTCAP * squashed_logits(x, head.to(x.dtype), None)[0, :self.dataset.vocab_size].cpu()
             ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
         return ids[1:]
 
@@ -1526,7 +1525,7 @@ def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, l
         log.line(f"resumed {config.resume} at step {progress.step}")
     if config.eval_only:
         val_loss = validate(trainer, log, progress, Clock(world, progress.train_time_s))
-        for line in trainer.held_out(progress.step, val_loss):
+        for line in trainer.held_out(progress.step):
             log.line(line)
         log.sample(trainer, tokenizer, progress.step)
         return val_loss

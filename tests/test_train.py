@@ -599,8 +599,8 @@ def test_held_out_scores_split_by_how_often_an_ngram_was_trained_on(tiny):
             batches, cycle = trainer.prepare(step)
             trainer.train_step(step, batches[0], cycle)
             if step == 5:
-                assert len(trainer.held_out(5, 4.0)) > 8  # with a stage that has not begun
-        lines = trainer.held_out(15, trainer.evaluate(15))
+                assert len(trainer.held_out(5)) > 8  # with a stage that has not begun
+        lines, evaluated = trainer.held_out(15), trainer.evaluate(15)
         rows = {"train": trainer.dataset.train.read(0, 15 * 48), "val": trainer.dataset.val.read(0, 16)}
         scores = []
         for row in rows["val"]:
@@ -613,9 +613,11 @@ def test_held_out_scores_split_by_how_often_an_ngram_was_trained_on(tiny):
                     logits = 23 * torch.sigmoid((F.linear(x[0], trainer.model.embed) + 5) / 7.5)
                 scores += [F.cross_entropy(logits, row[1:], reduction="none"), (logits.argmax(1) == row[1:]).float()]
     scores = torch.stack(scores).view(16, 4, 32).transpose(0, 1)
-    whole = re.search(r"val_loss (\S+) over (\d+) tokens, (\S+) with .* right in (\S+), off (\S+);", lines[0]).groups()
+    pattern = r"(\d+) tokens, loss (\S+) \(off (\S+)\), right (\S+) \(off (\S+)\)"
+    whole = re.fullmatch(f"held out: {pattern}; where the n-gram was", lines[0]).groups()
     loss, right, loss_off, right_off = scores.mean((1, 2)).tolist()
-    assert [float(number) for number in whole] == pytest.approx([loss, 512, loss_off, right, right_off], abs=6e-5)
+    assert [float(number) for number in whole] == pytest.approx([512, loss, loss_off, right, right_off], abs=6e-5)
+    assert float(whole[1]) == pytest.approx(evaluated, abs=1e-5)
     assert loss != loss_off and right != right_off
     found, seen = iter(lines[1:]), set()
     for order in (2, 3):
@@ -631,20 +633,25 @@ def test_held_out_scores_split_by_how_often_an_ngram_was_trained_on(tiny):
             if not here.any():
                 continue
             line = next(found)
-            got = re.fullmatch(rf"  order {order}, {name}: (\d+) tokens, loss (\S+) \(off (\S+)\), right (\S+) \(off (\S+)\)", line).groups()
+            got = re.fullmatch(f"  order {order}, {name}: {pattern}", line).groups()
             means = [scores[i][here].mean().item() for i in (0, 2, 1, 3)]
             assert [float(number) for number in got] == pytest.approx([here.sum().item(), *means], abs=6e-5), line
             seen.add(name)
     assert next(found, None) is None and len(seen) >= 5
 
 
-def test_held_out_scores_of_a_run_without_a_table_are_the_same_twice(tiny):
-    config = parse_args([*tiny, "--val_tokens=512", "--ngram_rows=0"])
+@pytest.mark.parametrize("flags", [["--ngram_rows=0"], ["--ngram_rows=0", "--dtype=bfloat16"], ["--fp8_head", "--model_dim=64", "--heads=4"]])
+def test_held_out_scores_are_of_the_loss_that_is_evaluated(flags, tiny):
+    """In any type; and a run without a table has nothing to switch off."""
+    config = parse_args([*tiny, "--val_tokens=512", *flags])
     with join_world(config) as world:
         trainer = Trainer(config, world, open_dataset(config))
-        lines = trainer.held_out(10, trainer.evaluate(10))
-    pairs = [pair for line in lines for pair in re.findall(r"(\d\.\d+) \(off (\S+)\)", line)]
-    assert len(pairs) >= 4 and all(a == b for a, b in pairs) and len({a for a, _ in pairs}) > 2
+        for step in range(3):
+            batches, cycle = trainer.prepare(step)
+            trainer.train_step(step, batches[0], cycle)
+        lines, evaluated = trainer.held_out(3), trainer.evaluate(3)
+    assert float(re.search(r"loss ([\d.]+)", lines[0])[1]) == pytest.approx(evaluated, abs=1.1e-5)
+    assert all(("off" in line) == ("--fp8_head" in flags) for line in lines) and len(lines) > 4
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path):

@@ -20,8 +20,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 BEGIN, END = "<!-- tables: made by memory.py -->\n", "<!-- end of tables -->"
-LINE = re.compile(r"order (\d), (.+): ([\d,]+) tokens, loss (\S+) \((?:off )?(\S+)\), right (\S+) \((?:off )?(\S+)\)")
-WHOLE = re.compile(r"held out: val_loss (\S+) over ([\d,]+) tokens, (\S+) with .* right in (\S+), off ([\d.]+)")
+LINE = re.compile(r"(?:held out|order (\d), (.+)): ([\d,]+) tokens, loss ([\d.]+)(?: \(off ([\d.]+)\))?, right ([\d.]+)(?: \(off ([\d.]+)\))?")
 
 
 def evaluate(logs: Path) -> None:
@@ -38,12 +37,10 @@ def read_kept(arm: str) -> dict[tuple, np.ndarray]:
     """(order, class) -> [seeds, 5]: tokens, loss, loss without, right, right without. Order 0 is all tokens."""
     found = {}
     for path in sorted((HERE / arm).glob("*.md")):
-        text = path.read_text()
-        loss, tokens, loss_off, right, right_off = WHOLE.search(text).groups()
-        found.setdefault((0, "all tokens"), []).append([tokens, loss, loss_off, right, right_off])
-        for order, name, *numbers in LINE.findall(text):
-            found.setdefault((int(order), name), []).append(numbers)
-    return {key: np.array([[float(number.replace(",", "")) for number in row] for row in rows]) for key, rows in found.items()}
+        for order, name, *numbers in LINE.findall(path.read_text()):
+            row = [float(number.replace(",", "") or "nan") for number in numbers]
+            found.setdefault((int(order or 0), name or "all tokens"), []).append(row)
+    return {key: np.array(rows) for key, rows in found.items()}
 
 
 def cell(values: np.ndarray, digits: int) -> str:
