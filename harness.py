@@ -296,9 +296,10 @@ def check_config(config, tracks: dict, orders: dict, channel_bounds) -> None:
     for name, choices in (("ngram_combine", ("sum", "concat")), ("ngram_gate", ("scale", "context"))):
         need(getattr(config, name) in choices, name, " or ".join(choices))
     channels = len(config.ngram_orders) * config.ngram_heads
-    need(config.ngram_combine == "sum" or config.ngram_dim % channels == 0, "ngram_dim", f"a multiple of the {channels} slices (orders x heads)")
+    need(config.ngram_combine == "sum" or not config.ngram_rows or config.ngram_dim % channels == 0, "ngram_dim", f"a multiple of the {channels} slices (orders x heads)")
     need(all(0 <= block < config.layers for block in config.ngram_layers), "ngram_layers", f"blocks from 0 to {config.layers - 1}")
-    need(len(config.ngram_layers) == len(set(config.ngram_layers)), "ngram_layers", "each block once")
+    for name in ("ngram_layers", "value_embeds"):
+        need(len(getattr(config, name)) == len(set(getattr(config, name))), name, "each block once")
     need(1 <= config.ngram_dim <= config.model_dim, "ngram_dim", f"1 to --model_dim={config.model_dim}")
     need(0 < len(config.ngram_orders) == len(set(config.ngram_orders)) and set(config.ngram_orders) <= orders.keys(), "ngram_orders",
          "different orders out of " + ",".join(map(str, orders)))

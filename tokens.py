@@ -168,7 +168,7 @@ def open_dataset(config) -> Dataset:
                             f"expected {first.vocab_size} and {first.doc_start} as in {first.path}; keep one data set a folder")
     train = TokenStream(found["train"], config.seq_len, config.spread_rows)
     val = TokenStream(found["val"][:1], config.seq_len, config.spread_rows)  # by name: the first, however many were fetched
-    canonical = torch.from_numpy(canonical_ids(config.data, first.vocab_size)) if config.ngram_canonical else None
+    canonical = torch.from_numpy(canonical_ids(config.data, first.vocab_size)) if config.ngram_canonical and config.ngram_rows else None
     return Dataset(train, val, first.vocab_size, first.doc_start, canonical)
 
 

@@ -159,12 +159,20 @@ def test_the_plan_lists_the_hashes(tiny, capsys):
 @pytest.mark.parametrize("flags, message", [
     (["--ngram_heads=5", "--ngram_combine=concat"], "--ngram_dim: found 24, expected a multiple of the 10 slices"),
     (["--ngram_layers=2"], "--ngram_layers: found (2,), expected blocks from 0 to 1"),
+    (["--ngram_layers=1,1"], "--ngram_layers: found (1, 1), expected each block once"),
+    (["--value_embeds=0,0"], "--value_embeds: found (0, 0), expected each block once"),
     (["--ngram_gate=maybe"], "--ngram_gate: found 'maybe', expected scale or context"),
     (["--ngram_combine=mean"], "--ngram_combine: found 'mean', expected sum or concat"),
     (["--ngram_heads=0"], "--ngram_heads: found 0, expected at least 1")])
 def test_what_cannot_be_is_refused(flags, message, tiny):
     with pytest.raises(UserError, match=re.escape(message)):
         parse_args([*tiny, *flags])
+
+
+def test_an_arm_without_its_table_is_an_arm(tiny):
+    """What shapes a table that is not there is nothing to refuse a baseline for."""
+    flags = [*tiny, "--ngram_rows=0", "--ngram_heads=5", "--ngram_combine=concat", "--ngram_canonical", "--steps=2"]
+    assert train_gpt.main(flags) == train_gpt.main([*tiny, "--ngram_rows=0", "--steps=2"])
 
 
 # ---- canonical ids -------------------------------------------------------------------------------------------------------------
