@@ -23,16 +23,17 @@ from train_gpt import Trainer
 def own_products(trainer: Trainer):
     """A function that does the model's matrix products of forward and backward, and nothing else."""
     config, products, dtype = trainer.config, [], trainer.model.dtype
-    tokens = trainer.micro_rows[0] * config.seq_len
+    rows = config.micro_rows(1, config.batch_tokens)
+    tokens = rows * config.seq_len
     for name, p in trainer.model.named_parameters():
         if name == "head" or (name.startswith("blocks.") and not name.endswith("_gate")):
             weight = torch.randn(p.shape, dtype=dtype).flatten(0, -2)
             if name.endswith("mlp_down"):
                 weight = weight.T
-            rows = config.head_chunk_tokens if name == "head" else tokens
-            x, grad = (torch.randn(rows, width, dtype=dtype) for width in weight.shape[::-1])
-            products += (tokens // rows) * [(x, weight.T), (grad, weight), (grad.T, x)]
-    heads = (trainer.micro_rows[0] * config.heads, config.seq_len)
+            at_once = min(tokens, config.head_chunk_tokens) if name == "head" else tokens
+            x, grad = (torch.randn(at_once, width, dtype=dtype) for width in weight.shape[::-1])
+            products += (tokens // at_once) * [(x, weight.T), (grad, weight), (grad.T, x)]
+    heads = (rows * config.heads, config.seq_len)
     q, scores = (torch.randn(*heads, width, dtype=dtype) for width in (config.model_dim // config.heads, config.seq_len))
     products += config.layers * [(q, q.mT), (scores, q), (q, q.mT), (scores, q), (scores, q), (scores, q)]
 
@@ -64,7 +65,8 @@ def parts_of_a_step(trainer: Trainer) -> dict:
                 part = memory[m * tokens.numel():(m + 1) * tokens.numel()].view(*tokens.shape, -1).detach().requires_grad_()
             trainer.forward(tokens, starts, part, targets, **trainer.stage_inputs(0, starts)).backward()
 
-    return parts | {"forward and backward": forward_and_backward, "Muon and Adam": lambda: trainer.optimizer.step(0.0, 0.9, trainer.config.batch_tokens, tied=True)}
+    return parts | {"forward and backward": forward_and_backward,
+                    "Muon and Adam": lambda: trainer.optimizer.step(0.0, 0.9, trainer.config.batch_tokens, tied=True)}
 
 
 def main() -> None:

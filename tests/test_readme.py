@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 
-from conftest import ROOT
+from conftest import ROOT, TINY
 from train_gpt import Config
 
 README = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text())
@@ -22,3 +24,11 @@ def test_flags_and_files_exist():
             assert flag == "help" or flag in {f.name for f in dataclasses.fields(Config)}, flag
     for path in re.findall(r"\w+(?:/\w+)*\.(?:py|sh)\b", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_benchmark_of_a_step_runs(tiny_data):
+    """Its times are nobody's test; that it still fits the trainer is."""
+    command = [sys.executable, ROOT / "tests/bench_step.py", "--rounds=1", *TINY, f"--data={tiny_data}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Muon and Adam +\S+ ms +\S+% of the step", done.stdout) and "of its own products' speed" in done.stdout
