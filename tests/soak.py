@@ -1,8 +1,8 @@
 """Thousands of small steps on several ranks: does any rank's memory, threads or open files grow? Not run by the tests.
 
-    python tests/soak.py [--steps 2000] [--ranks 2]
+    python tests/soak.py [--steps 2000] [--ranks 2] [--ngram_device=cpu ...]
 
-Each rank is looked at in /proc whenever the trainer prints a step line. The table is small enough for every page of it to be
+Further flags go to the trainer. Each rank is looked at in /proc whenever the trainer prints a step line. The table is small enough for every page of it to be
 touched early. Evaluations and checkpoints are part of the run. The exit status is 1 where threads, open files or memory grow.
 Memory rises a little and ever less, as allocations come to lie on pages of the heap that nothing has touched before.
 """
@@ -24,12 +24,12 @@ SAMPLE_EVERY = 10  # steps
 LARGEST_SLOPE = 2000  # KiB per 1,000 steps over the second half
 
 
-def start(folder: Path, steps: int, ranks: int) -> subprocess.Popen:
-    """torchrun with a run of `steps` on shards made in `folder`."""
+def start(folder: Path, steps: int, ranks: int, more: list[str]) -> subprocess.Popen:
+    """torchrun with a run of `steps` on shards made in `folder`, and more flags."""
     write_shard(folder / "soak_train_1.bin", markov_tokens(200_000, 2))
     write_shard(folder / "soak_val_1.bin", markov_tokens(5_000, 3))
     flags = [*TINY, f"--steps={steps}", "--batch_tokens=512", f"--data={folder}", f"--out={folder}", f"--log_every={SAMPLE_EVERY}",
-             f"--epochs={steps * 512 // 199_000 + 1}", "--val_every=50", "--checkpoint_every=100", "--target_loss=0.1"]
+             f"--epochs={steps * 512 // 199_000 + 1}", "--val_every=50", "--checkpoint_every=100", "--target_loss=0.1", *more]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.Popen([*launch, str(ROOT / "train_gpt.py"), *flags], stdout=subprocess.PIPE, text=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -84,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--ranks", type=int, default=2)
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder, start(Path(folder), args.steps, args.ranks) as process:
+    args, more = parser.parse_known_args(argv)
+    with tempfile.TemporaryDirectory() as folder, start(Path(folder), args.steps, args.ranks, more) as process:
         steps, samples = watch(process)
     if process.returncode:
         return process.returncode
