@@ -289,11 +289,9 @@ def check_config(config, tracks: dict, orders: dict, channel_bounds) -> None:
     need(config.warmup_steps >= config.compile, "warmup_steps", "at least 1 with --compile, which else ran on the clock")
     need(config.model_dim % (2 * config.heads) == 0, "heads", f"a divisor of --model_dim={config.model_dim}, the quotient even")
     need(0 <= config.cooldown <= 1, "cooldown", "a fraction from 0 to 1")
-    for name in ("dtype", "ngram_dtype"):
-        need(getattr(config, name) in ("bfloat16", "float32"), name, "bfloat16 or float32")
-    need(config.ngram_second_moment in ("row", "element"), "ngram_second_moment", "row or element")
-    need(config.ngram_device in ("auto", "cpu"), "ngram_device", "auto or cpu")
-    for name, choices in (("ngram_combine", ("sum", "concat")), ("ngram_gate", ("scale", "context"))):
+    types = ("bfloat16", "float32")
+    for name, choices in {"dtype": types, "ngram_dtype": types, "ngram_second_moment": ("row", "element"), "ngram_device": ("auto", "cpu"),
+                          "ngram_combine": ("sum", "concat"), "ngram_gate": ("scale", "context")}.items():
         need(getattr(config, name) in choices, name, " or ".join(choices))
     channels = len(config.ngram_orders) * config.ngram_heads
     need(config.ngram_combine == "sum" or not config.ngram_rows or config.ngram_dim % channels == 0, "ngram_dim", f"a multiple of the {channels} slices (orders x heads)")

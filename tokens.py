@@ -375,7 +375,7 @@ def times_trained(config, dataset: Dataset, step: int, batches: list[Batch]) -> 
         found[order], counted[order] = (complete, at), (known, np.zeros(len(known), np.int64))
     for stage in config.stage_list:
         first, last = (min(config.tokens_before(min(at, step)) // config.seq_len, stream.num_rows) for at in (stage.first, stage.end))
-        rows = max(1, REPORT_TOKENS // 8 // config.seq_len)
+        rows = max(1, (1 << 20) // config.seq_len)  # at once: memory must not grow with what was trained on
         for low in range(first, last, rows):
             count = min(rows, last - low)
             batch = make_batch(stream.read(low, count), count, count, dataset.doc_start, stage.length)

@@ -1300,13 +1300,17 @@ class Trainer:
         plan = to_device(plan, self.world.device)
         return self.table.read(self.table.fetch(plan), plan.reads[0], plan.signs[0]).view(*batch.tokens.shape[1:], -1)
 
+    def val_parts(self, parts: int | None = None):
+        """Yield tokens, starts, memory and targets of this rank's (first) validation micro-batches, as the model takes them."""
+        for batch, plan in self.val[:parts]:
+            memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
+            yield batch.tokens[0], batch.starts[0], memory, batch.targets[0]
+
     @torch.no_grad()
     def evaluate(self, step: int, parts: int | None = None) -> float:
         """Mean loss in nats a token over the validation tokens of all ranks, or over each rank's first micro-batches."""
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for batch, plan in self.val[:parts]:
-            memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
-            tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
+        for tokens, starts, memory, targets in self.val_parts(parts):
             total[0] += self.forward(tokens, starts, memory, targets, **self.stage_inputs(step, starts))
             total[1] += (targets >= 0).sum()
         dist.all_reduce(total)
@@ -1319,9 +1323,7 @@ class Trainer:
         """
         score = torch.compile(self.model.scores, dynamic=False) if self.flex else self.model.scores
         scores = []  # of each micro-batch: loss and whether right, with the table and off, and 1; float64 [5, B * L]
-        for batch, plan in self.val:
-            memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
-            tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
+        for tokens, starts, memory, targets in self.val_parts():
             both = [score(tokens, starts, said, targets, **self.stage_inputs(step, starts))
                     for said in ((None,) if memory is None else (memory, torch.zeros_like(memory)))]
             scores.append(torch.cat((both[0], both[-1], torch.ones_like(both[0][:1]))).double().mul_(targets.flatten() >= 0).cpu())
@@ -1381,7 +1383,6 @@ class Trainer:
         self.optimizer.updates = updates
         if self.table and self.table.host:
             self.table.host.thread.worked_s = 0.0
-        self.fetched = self.table_grads = self.asked = None
         self.table_time, self.host_time = TimeShare(self.world), TimeShare(self.world)
 
 

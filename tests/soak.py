@@ -2,8 +2,8 @@
 
     python tests/soak.py [--steps 2000] [--ranks 2] [--ngram_device=cpu ...]
 
-Further flags go to the trainer. Each rank is looked at in /proc whenever the trainer prints a step line. The table is small enough for every page of it to be
-touched early. Evaluations and checkpoints are part of the run. The exit status is 1 where threads, open files or memory grow.
+Further flags go to the trainer. Each rank is looked at in /proc whenever the trainer prints a step line. The table is small enough
+for every page of it to be touched early. Evaluations and checkpoints are part of the run. The exit status is 1 where threads, open files or memory grow.
 Memory rises a little and ever less, as allocations come to lie on pages of the heap that nothing has touched before.
 """
 from __future__ import annotations

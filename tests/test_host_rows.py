@@ -62,10 +62,6 @@ def walk(config, world: World, count: int, looks_ahead: bool, late_s: float = 0.
     return [t.float().cpu().numpy() for t in (table.rows, table.second, table.last, *read)]
 
 
-def walk_on_rank(config, world, *arguments):
-    return walk(config, world, *arguments)
-
-
 @pytest.mark.parametrize("kernel", ["--ngram_kernel", "--no_ngram_kernel"])
 @pytest.mark.parametrize("more", [[], ["--ngram_dtype=float32", "--ngram_second_moment=element"]], ids=["record", "float32"])
 def test_one_rank_reads_and_updates_the_same(kernel, more):
@@ -81,7 +77,7 @@ def test_one_rank_reads_and_updates_the_same(kernel, more):
 @pytest.mark.parametrize("ranks, highest", [(2, 1003), (3, 300)], ids=["2", "3, two of them without rows"])
 def test_ranks_read_and_update_the_same(ranks, highest):
     """Each rank's thread is held up at moments of its own."""
-    auto, host = (on_ranks(ranks, walk_on_rank, 30, place == "host", 0.004, highest, flags=[*FLAGS, PLACES[place]]) for place in PLACES)
+    auto, host = (on_ranks(ranks, walk, 30, place == "host", 0.004, highest, flags=[*FLAGS, PLACES[place]]) for place in PLACES)
     for ours, theirs in zip(auto, host, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert [bool(rows[2].any()) for rows in host] == [True, highest == 1003, False][:ranks]
