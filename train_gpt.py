@@ -1,27 +1,42 @@
 """Train a GPT with a hashed n-gram memory to a target validation loss in the least wall-clock time.
 
-    python train_gpt.py                                        one process, the `cpu` track
-    torchrun --standalone --nproc_per_node=8 train_gpt.py      one process a GPU, the `fineweb` track
-    python train_gpt.py --help                                 every flag with its default
+examples:
+    python train_gpt.py                                         one process, the `cpu` track
+    torchrun --standalone --nproc_per_node=8 train_gpt.py       one process a GPU, the `fineweb` track
+    python train_gpt.py --ngram_rows=0 --seed=3 --dry_run       flags above the track's; this prints the plan alone
 
-The file reads top to bottom as a token travels: config, n-gram table, layers, model, update rules, optimizer, schedules, plan, training,
-main. Importing it does nothing. tokens.py brings the batches: shards, stream, loader, tokenizer. harness.py holds what decides no
-number of a run: ranks and their errors, the plan, the log, checkpoints, clocks. host_rows.py stands between a table in host memory
-and the device. table_kernel.cpp is optional.
+The file reads top to bottom as a token travels: config, errors, ranks, tokens, n-gram table, layers, model, update rules,
+optimizer, schedules, plan, log, checkpoints, training, main. Importing it does nothing. Scripts under data/ and records/ import
+it; a variant of the trainer subclasses Config, GPT or NgramTable and calls `main` with them (records/README.md).
 """
 from __future__ import annotations
 
+import argparse
+import base64
+import ctypes
+import difflib
 import fnmatch
 import functools
-import itertools
+import hashlib
+import inspect
+import json
 import math
 import mmap
 import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
 import sys
+import threading
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
-from fractions import Fraction
+import traceback
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,107 +44,80 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import ScalingType
 from torch.optim.adamw import adamw
-
-from harness import (Checkpoints, Clock, LossWatch, Progress, RunLog, SharedError, StopSignal, Stopped, TimeShare, UserError,
-                     World, check_config, check_fits, compiled_graphs, error_text, exit_status, find_checkpoint, flag,
-                     join_world, keep_freed_memory, load_checkpoint, open_checkpoint, parse_flags, peak_tflops, plan_bytes,
-                     plan_lines, read_manifest, table_kernel, together)
-from host_rows import HostRows
-from tokens import (Batch, Dataset, GPT2_VOCAB_SIZE, TIMES_TRAINED, check_tokens, fingerprints, load_ahead, make_batch, open_dataset,
-                    predecessors, rank_batch, sort_unique, table_report, times_trained, to_device, tokenizer_for_samples, with_tensors)
 
 
 # =====================================================================================================================
 # Config: every size and switch of a run. One frozen dataclass; the command line is made from its fields.
 # =====================================================================================================================
 
+def flag(default, help_text: str):
+    """A field of Config that is a flag too. Fields without are set by the track, or by a variant's subclass."""
+    return field(default=default, metadata={"help": help_text})
+
+
 @dataclass(frozen=True)
 class Config:
     # run
-    track: str = flag("auto", "preset: cpu, fineweb, or of fineweb for one GPU fineweb80 or fineweb24; auto goes by the device")
+    track: str = flag("auto", "preset: cpu, fineweb, or for one GPU fineweb80 or fineweb24; auto goes by the device")
     device: str = flag("auto", "cpu or cuda; auto takes cuda where there is one")
     seed: int = flag(0, "seed of the weights; the data and the sign patterns never depend on it")
     run_id: str = flag("", "name of the log file; empty makes one of the date and the seed")
-    out: str = flag("logs", "folder of the log")
-    log_every: int = flag(10, "steps between lines with the training loss")
-    ranks: int = flag(0, "with --dry_run, plan for this many ranks, on a device that need not be there; 0: those that run")
-    dry_run: bool = flag(False, "print the plan (parameters, memory, tokens, exchange) and stop")
-    peak_tflops: float = flag(0.0, "what one rank's device can do at the model's precision, for MFU and --dry_run; 0: by the GPU's name")
-    link_gbs: float = flag(0.0, "bandwidth between ranks in GB/s each way, for the bound that --dry_run tells")
-    table_report: bool = flag(False, "print how the run's tokens fill the n-gram table and stop, without training")
-    dtype: str = flag("auto", "type of the model's arithmetic, bfloat16 or float32; auto takes bfloat16 where the device has units for it")
+    out: str = flag("logs", "folder of the log and the checkpoints")
+    dtype: str = flag("auto", "arithmetic of the model: bfloat16 (auto: where the device has units for it) or float32")
     compile: bool = flag(False, "torch.compile the model (on by default in the fineweb track)")
-    warmup_steps: int = flag(2, "untimed steps before the clock starts; all they change is put back")
-    timeout_s: int = flag(600, "seconds after which a collective whose partner is gone ends the run")
+    dry_run: bool = flag(False, "print the plan (parameters, memory, tokens, exchange) and stop")
+    ranks: int = flag(0, "with --dry_run, plan for so many ranks, which need not be there; 0: those that run")
+    gpu: str = flag("", "with --dry_run, the GPU to plan for: H200, H100, A100, L40 or 4090")
     # checkpoints
-    checkpoint: bool = flag(False, "save a checkpoint at the end, and when SIGTERM or SIGINT stops the run")
+    checkpoint: bool = flag(False, "save a checkpoint at the end, and when Ctrl-C, SIGTERM or SIGHUP stops the run")
     checkpoint_every: int = flag(0, "steps between checkpoints, besides those of --checkpoint; 0: none")
     checkpoint_keep: int = flag(2, "checkpoints of a run that are kept, the newest ones")
-    resume: str = flag("", "checkpoint to go on from: its folder, or `latest` of --out; flags not given are as they were in its run")
-    eval_only: bool = flag(False, "evaluate the checkpoint of --resume, also without its table and by new and known n-grams, sample, and stop")
+    resume: str = flag("", "checkpoint to resume: its folder, or `latest` of --out; flags not given are as in its run")
+    new_rates: bool = flag(False, "with --resume, let learning rates and decays differ from the checkpoint's")
     # data
     data: str = flag("data/torch_source", "folder of *_train_*.bin and *_val_*.bin shards")
     epochs: int = flag(1, "how often the train shards may be read through")
-    spread_rows: bool = flag(True, "take rows from all over the data in a fixed order, for unshuffled documents")
     seq_len: int = flag(128, "tokens a row")
     batch_tokens: int = flag(4096, "tokens a step over all ranks")
-    stages: str = flag("", "end:batch:short-long:lr[:length],... until which part of the steps, which part of batch_tokens, which attention "
-                           "windows, what part of the learning rates, segments of at most how many tokens; empty: one stage")
-    micro_batch_tokens: int = flag(0, "tokens a rank holds in memory at once; 0: its whole share of a step")
+    micro_batch_tokens: int = flag(0, "tokens a rank holds in memory at once; 0: its whole part of a step")
+    spread_rows: bool = True  # take rows from all over the data in a fixed order, for unshuffled documents
+    stages: tuple = ({},)  # dicts of until, batch, windows, lr and length; what each lacks is as in stage_list
     # evaluation
     val_tokens: int = flag(65_536, "validation tokens, whatever the number of ranks")
     val_every: int = flag(20, "steps between evaluations; 0: only at the end")
     target_loss: float = flag(3.30, "validation loss in nats a token that the run is to reach")
-    sample: str = flag("", "text to continue after the last evaluation; empty starts a document")
     sample_tokens: int = flag(96, "tokens of text to print after the last evaluation")
     # model
     layers: int = flag(3, "blocks")
     model_dim: int = flag(128, "width of the residual stream")
     heads: int = flag(1, "attention heads; model_dim / heads is even")
-    rotary_base: float = flag(10_000.0, "base of the rotary frequencies")
     head_chunk_tokens: int = flag(512, "tokens whose logits exist at once")
-    fp8_head: bool = flag(False, "make the logits by a product in float8 (their gradients stay in --dtype)")
-    attn_gate: bool = flag(True, "scale each head's output by a gate on the block's input")
-    smear: bool = flag(True, "mix a gated part of the previous token's embedding into each")
-    skips: bool = flag(False, "add the input of each early block to that of its mirror image")
-    value_embeds: tuple = flag((0, 2), "blocks, counted from 0 (those that exist), whose values take in a gated token embedding of their own")
-    tie_until: float = flag(0.66, "fraction of the steps during which head and embedding are one matrix")
+    value_embeds: tuple = flag((0, 2), "blocks, counted from 0, whose values take in a gated embedding of their own")
+    tie_until: float = flag(0.66, "fraction of the steps during which output head and embedding are one matrix")
+    skips: bool = False  # add the input of each early block to that of its mirror image
     # n-gram table
     ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table")
     ngram_dim: int = flag(0, "width of what a position reads, at most model_dim; 0: model_dim")
     ngram_orders: tuple = flag((2, 3), "orders of the hashed n-grams")
-    ngram_split: tuple = flag((), "shares of the rows by order, e.g. 1,3; empty: equal")
-    ngram_heads: int = flag(1, "hashes an order, each with rows and multipliers of its own, and a prime modulus where there are several")
-    ngram_canonical: bool = flag(False, "hash classes of tokens that differ in case, accents or white space alone")
-    ngram_combine: str = flag("sum", "sum the rows of all hashes, or concat: each is a slice of ngram_dim")
-    ngram_gate: str = flag("scale", "what a block takes in: scale, a trained number times the memory, or context, a gated projection of it")
-    ngram_layers: tuple = flag((), "blocks, counted from 0, that take the memory in; empty: all")
+    ngram_split: tuple = flag((), "weights of the orders in the division of the rows, e.g. 1,3; empty: equal")
     ngram_signs: int = flag(8192, "sign patterns in the pool; 0: no signs")
-    ngram_device: str = flag("auto", "where the table lies: auto, beside the model, or cpu, in host memory, rows read ahead and updated there")
-    ngram_dtype: str = flag("bfloat16", "type of the rows: bfloat16 or float32")
-    ngram_second_moment: str = flag("row", "second moment of the row-sparse Adam: one a row, or one an element")
+    ngram_device: str = flag("auto", "where the table lies: auto, beside the model, or cpu, in host memory")
+    ngram_dtype: str = flag("bfloat16", "of the rows: bfloat16 or float32")
     ngram_lr: float = flag(0.56, "learning rate of the table before the schedule")
     ngram_beta2: float = flag(0.95, "decay of the table's second moment an update")
     ngram_wd: float = flag(0.014, "weight decay of the table, only where it agrees with the update")
     ngram_update_every: int = flag(1, "steps whose gradients add up to one table update")
-    ngram_kernel: bool = flag(True, "on the CPU, compile the table's loops with the C++ compiler, where there is one")
     # optimizer
     steps: int = flag(180, "optimizer steps")
     muon_lr: float = flag(0.035, "learning rate of the matrices (Muon)")
-    muon_momentum: float = flag(0.95, "Nesterov momentum of Muon, reached from 0.85")
-    muon_momentum_steps: int = flag(300, "steps over which the momentum rises")
-    muon_momentum_cooldown: int = flag(0, "last steps over which it falls back")
-    muon_beta2: float = flag(0.95, "NorMuon: decay of the second moment of each row of an update; 0: plain Muon")
     adam_lr: float = flag(0.03, "learning rate of everything else (Adam)")
-    adam_beta1: float = flag(0.8, "first-moment decay of Adam")
-    adam_beta2: float = flag(0.95, "second-moment decay of Adam")
     weight_decay: float = flag(0.0, "decoupled weight decay, times lr, times the multiplier in RULES")
-    cooldown: float = flag(0.6, "last fraction of the steps over which the learning rate falls")
-    final_lr: float = flag(0.0, "learning rate at the last step as a fraction of the highest")
+    muon_momentum_cooldown: int = 0  # last steps over which Muon's momentum falls back
 
     def __post_init__(self):
         object.__setattr__(self, "ngram_dim", self.ngram_dim or self.model_dim)
@@ -137,23 +125,68 @@ class Config:
             known = torch.cpu.get_capabilities()
             has_units = self.device == "cuda" or known.get("amx_bf16") or known.get("avx512_bf16")
             object.__setattr__(self, "dtype", "bfloat16" if has_units else "float32")
-        object.__setattr__(self, "value_embeds", tuple(block for block in self.value_embeds if 0 <= block < self.layers))
-        check_config(self, TRACKS, ROW_MULTIPLIERS, channel_bounds)
+        self.check()
+
+    def need(self, ok: bool, name: str, expected: str) -> None:
+        """Raise UserError unless ok: which flag, what was found, what was expected."""
+        if not ok:
+            raise UserError(f"--{name}: found {getattr(self, name)!r}, expected {expected}")
+
+    def check(self) -> None:
+        """Raise UserError for the first value that cannot be."""
+        need = self.need
+        least = dict.fromkeys(("steps", "seq_len", "batch_tokens", "val_tokens", "layers", "model_dim", "heads", "epochs",
+                               "head_chunk_tokens", "ngram_update_every", "checkpoint_keep"), 1)
+        for f in fields(self):
+            if type(f.default) in (int, float):
+                value, bound = getattr(self, f.name), least.get(f.name, 0)
+                need(math.isfinite(value) and value >= bound, f.name, f"a finite number, {bound} or more")
+        types = "bfloat16", "float32"
+        choices = {"track": ("auto", *TRACKS), "device": ("auto", "cpu", "cuda"), "dtype": types, "gpu": ("", *GPUS),
+                   "ngram_dtype": types, "ngram_device": ("auto", "cpu")}
+        for name, values in choices.items():
+            need(getattr(self, name) in values, name, "one of " + ", ".join(filter(None, values)))
+        for name in ("ranks", "gpu"):
+            need(not getattr(self, name) or self.dry_run, name, "--dry_run beside it")
+        need(not self.new_rates or self.resume, "new_rates", "--resume beside it")
+        need(self.seed < 2**63, "seed", "less than 2^63")
+        need("/" not in self.run_id, "run_id", "a file name without /")
+        for name in ("batch_tokens", "val_tokens", "micro_batch_tokens"):
+            need(getattr(self, name) % self.seq_len == 0, name, f"a multiple of --seq_len={self.seq_len}")
+        need(self.model_dim % (2 * self.heads) == 0, "heads", f"a divisor of --model_dim={self.model_dim}, the quotient even")
+        need(len(set(self.value_embeds) & set(range(self.layers))) == len(self.value_embeds), "value_embeds",
+             f"blocks from 0 to {self.layers - 1}, each once")
+        need(self.stage_list[-1].end == self.steps, "stages", "the last one to end at 1")
+        for stage in self.stage_list:
+            need(stage.first <= stage.end, "stages", "ends in the order of time")
+            need(0 < stage.batch_tokens <= self.batch_tokens, "stages", "batches from one row to all of --batch_tokens")
+            need(0 < stage.length <= self.seq_len, "stages", f"segments from 1 token to --seq_len={self.seq_len}")
+            need(0 < stage.windows[0] <= stage.windows[1], "stages", "windows of at least 1 token, the short one first")
+        if self.ngram_rows:
+            self.check_table()
+
+    def check_table(self) -> None:
+        need, orders = self.need, self.ngram_orders
+        need(self.ngram_beta2 < 1, "ngram_beta2", "less than 1")
+        need(1 <= self.ngram_dim <= self.model_dim, "ngram_dim", f"1 to --model_dim={self.model_dim}")
+        need(0 < len(orders) == len(set(orders)) and set(orders) <= ROW_MULTIPLIERS.keys(), "ngram_orders",
+             "different orders out of " + ",".join(map(str, ROW_MULTIPLIERS)))
+        need(len(self.ngram_split) in (0, len(orders)) and all(weight > 0 for weight in self.ngram_split), "ngram_split",
+             f"one positive whole number for each of the {len(orders)} orders")
+        need(self.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
+        smallest = min(high - low for low, high in channel_bounds(self))
+        need(smallest >= 2, "ngram_rows", f"at least 2 rows a hash, one being reserved (found {smallest})")
 
     @functools.cached_property
     def stage_list(self) -> tuple[Stage, ...]:
         """The stages of a run; a stage ends where an update cycle of the table ends."""
-        stages, first, every = [], 0, self.ngram_update_every
-        for text in (self.stages or f"1:1:{self.seq_len}-{self.seq_len}:1").split(","):
-            try:
-                end, batch, windows, lr, *length = text.split(":")
-                last = min(self.steps, round(Fraction(end) * self.steps / every) * every) if Fraction(end) < 1 else self.steps
-                rows = int(Fraction(batch) * self.batch_tokens) // self.seq_len
-                stages.append(Stage(first, last, rows * self.seq_len, tuple(map(int, windows.split("-", 1))), float(lr),
-                                    *(map(int, length) if length else (self.seq_len,))))
-            except (ValueError, TypeError, ZeroDivisionError):
-                raise SharedError(f"--stages: found {text!r}, expected end:batch:short-long:lr[:length], as in 1/3:1/2:384-896:0.6") from None
-            first = last
+        stages, first, every, row = [], 0, self.ngram_update_every, self.seq_len
+        for stage in self.stages:
+            stage = {"until": 1.0, "batch": 1.0, "windows": (row, row), "lr": 1.0, "length": row} | stage
+            end = min(self.steps, round(stage["until"] * self.steps / every) * every) if stage["until"] < 1 else self.steps
+            batch_tokens = round(stage["batch"] * self.batch_tokens) // row * row
+            stages.append(Stage(first, end, batch_tokens, tuple(stage["windows"]), stage["lr"], stage["length"]))
+            first = end
         return tuple(stages)
 
     def stage_index(self, step: int) -> int:
@@ -168,34 +201,40 @@ class Config:
         return sum(max(0, min(step, stage.end) - stage.first) * stage.batch_tokens for stage in self.stage_list)
 
     def micro_rows(self, world_size: int, batch_tokens: int) -> int:
-        """Rows of a micro-batch: the largest rank's share of a step, cut into as few equal parts as micro_batch_tokens allows."""
-        share = -(-batch_tokens // self.seq_len // world_size)
-        parts = -(-share // min(share, self.micro_batch_tokens // self.seq_len or share))
-        return -(-share // parts)
+        """Rows of a micro-batch: the largest rank's part of a step in as few equal parts as micro_batch_tokens allows."""
+        rows = -(-batch_tokens // self.seq_len // world_size)
+        parts = -(-rows // min(rows, self.micro_batch_tokens // self.seq_len or rows))
+        return -(-rows // parts)
 
     def most_micro_rows(self, world_size: int) -> int:
         """Of any stage."""
         return max(self.micro_rows(world_size, stage.batch_tokens) for stage in self.stage_list)
 
-    @property
-    def ngram_row_dim(self) -> int:
-        """Width of a row of the table."""
-        return self.ngram_dim // (len(self.ngram_orders) * self.ngram_heads) if self.ngram_combine == "concat" else self.ngram_dim
-
-    @property
-    def memory_layers(self) -> tuple[int, ...]:
-        return self.ngram_layers or tuple(range(self.layers))
+    def cycle_steps(self, cycle: int) -> range:
+        """The steps of an update cycle of the table."""
+        first = cycle * self.ngram_update_every
+        return range(first, min(first + self.ngram_update_every, self.steps))
 
     @property
     def untie_step(self) -> int:
-        """From this step on head and embedding are two matrices; rounded to a cycle of the table as the ends of stages are."""
+        """From this step on output head and embedding are two matrices; rounded to a cycle of the table."""
         return round(self.tie_until * self.steps / self.ngram_update_every) * self.ngram_update_every
 
+    @functools.cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """The hashes by which a position is addressed, one for each row that it reads. A seam."""
+        return tuple(Channel(order, low, high, high - low - 1, ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order])
+                     for order, (low, high) in zip(self.ngram_orders, channel_bounds(self)))
 
-@dataclass(frozen=True)
-class Stage:
-    """Steps [first, end) of a run with their batch, their attention windows (short and long, in tokens), learning rate factor, and
-    the most tokens of a segment: a shorter sequence is a row with more segments, so that no shape ever changes."""
+    @property
+    def ngram_row_dim(self) -> int:
+        """Width of a row of the table. A seam."""
+        return self.ngram_dim
+
+
+class Stage(NamedTuple):
+    """Steps [first, end) of a run with their batch, their attention windows (short and long, in tokens), learning rate
+    factor, and the most tokens of a segment: a shorter sequence is a row with more segments, so that no shape changes."""
     first: int
     end: int
     batch_tokens: int
@@ -207,142 +246,677 @@ class Stage:
 TRACKS = {
     "cpu": {},  # the defaults above
     "fineweb": dict(  # eight 80 GB GPUs; batches, windows and learning rates grow together, as in recent records
-        data="data/fineweb10B", spread_rows=False, compile=True, warmup_steps=3, seq_len=2048, batch_tokens=393_216,
-        stages="1/3:1/3:384-896:0.6,2/3:2/3:640-1408:0.85,1:1:896-1664:1", micro_batch_tokens=49_152, head_chunk_tokens=8192,
-        val_tokens=10_485_760, val_every=125, target_loss=3.28, sample_tokens=0, log_every=25, layers=11, model_dim=768, heads=6,
-        skips=True, value_embeds=(0, 1, 2, 9, 10), tie_until=2 / 3,
+        data="data/fineweb10B", spread_rows=False, compile=True, seq_len=2048, batch_tokens=393_216,
+        stages=(dict(until=1 / 3, batch=1 / 3, windows=(384, 896), lr=0.6),
+                dict(until=2 / 3, batch=2 / 3, windows=(640, 1408), lr=0.85),
+                dict(until=1.0, windows=(896, 1664))),
+        micro_batch_tokens=49_152, head_chunk_tokens=8192, val_tokens=10_485_760, val_every=125, target_loss=3.28,
+        sample_tokens=0, layers=11, model_dim=768, heads=6, skips=True, value_embeds=(0, 1, 2, 9, 10), tie_until=2 / 3,
         steps=1600, muon_lr=0.023, muon_momentum_cooldown=50, weight_decay=1.2, adam_lr=0.008, ngram_rows=84_602_880,
         ngram_update_every=2),
 }
 TRACKS["fineweb80"] = TRACKS["fineweb"] | dict(ngram_rows=21_150_720)  # one GPU of 80 GB or more: a table of 30 GiB
-TRACKS["fineweb24"] = TRACKS["fineweb"] | dict(  # one GPU of 24 GB
-    ngram_rows=2_643_840, ngram_update_every=1, micro_batch_tokens=8_192, head_chunk_tokens=4_096)
+TRACKS["fineweb24"] = TRACKS["fineweb"] | dict(ngram_rows=2_643_840, ngram_update_every=1, micro_batch_tokens=8_192,
+                                               head_chunk_tokens=4_096)  # one GPU of 24 GB
+
+# On resume: what belongs to a launch is never taken from the checkpoint; what no weight depends on but for rounding may
+# change; rates may with --new_rates.
+OF_A_LAUNCH = {"device", "run_id", "out", "dry_run", "ranks", "gpu", "resume", "new_rates"}
+FREE_ON_RESUME = OF_A_LAUNCH | {"compile", "checkpoint", "checkpoint_every", "checkpoint_keep", "data", "epochs", "val_tokens",
+                                "micro_batch_tokens", "val_every", "target_loss", "sample_tokens", "head_chunk_tokens",
+                                "ngram_device"}
+RATES = {"muon_lr", "adam_lr", "weight_decay", "ngram_lr", "ngram_wd"}
+
+FLAG_GROUPS = {"track": "run", "checkpoint": "checkpoints", "data": "data", "val_tokens": "evaluation", "layers": "model",
+               "ngram_rows": "n-gram table", "steps": "optimizer"}  # the first field of each group in --help
 
 
-# Flags that may change when a run goes on from a checkpoint, since no weight depends on them but for rounding; NOT_RESUMED ones start afresh.
-NOT_RESUMED = {"ranks", "device", "run_id", "out", "dry_run", "table_report", "eval_only"}
-FREE_ON_RESUME = NOT_RESUMED | {
-    "peak_tflops", "link_gbs", "resume", "log_every", "compile", "warmup_steps", "timeout_s", "checkpoint", "checkpoint_every",
-    "checkpoint_keep", "data", "epochs", "micro_batch_tokens", "val_tokens", "val_every", "target_loss", "sample", "sample_tokens",
-    "head_chunk_tokens", "ngram_device", "ngram_kernel"}
+def parse_ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.strip("()[] ").split(",") if part.strip())
 
 
-def parse_args(argv: list[str]) -> Config:
-    """Command line to Config: `--flag=value` or `--flag value`, dash or underscore, `--flag`/`--no-flag` for booleans.
+def parse_flags(config_class, argv: list[str]) -> dict:
+    """Field name -> value for the flags in argv: `--flag=value` or `--flag value`, dash or underscore, `--no-flag`.
 
-    The flags stand above the track's preset. Raises UserError that names an unknown flag or a bad value.
+    Raises UserError that names an unknown flag, with the nearest that there is, or a bad value; --help exits.
     """
-    given = parse_flags(Config, argv, __doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="train_gpt.py", allow_abbrev=False, exit_on_error=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description=__doc__.partition("\n\nThe file")[0])
+    flags, group, own = [f for f in fields(config_class) if f.metadata], parser, {f.name for f in fields(Config)}
+    for f in flags:
+        if f.name in FLAG_GROUPS or f.name not in own and group.title != "variant":
+            group = parser.add_argument_group(FLAG_GROUPS.get(f.name, "variant"))
+        kind, default = type(f.default), ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else \
+            dict(type=parse_ints if kind is tuple else kind, metavar=kind.__name__.upper())
+        shown = f"{f.metadata['help']} (default {default})" if default != "" else f.metadata["help"]
+        group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=shown.replace("%", "%%"), **how)
+    dashed = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in argv]
+    try:
+        given, unknown = parser.parse_known_args(dashed)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{str(error).removeprefix('argument ')} (--help lists all flags)") from None
+    for word in unknown:
+        near = difflib.get_close_matches(word.partition("=")[0], ["--" + f.name.replace("_", "-") for f in flags], n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"{word}: found no such flag; {hint}--help lists all")
+    return vars(given)
+
+
+def parse_args(argv: list[str], config_class=Config) -> Config:
+    """Command line to Config; the flags stand above the track's preset. Raises UserError."""
+    given = parse_flags(config_class, argv)
     if given.get("device", "auto") == "auto":
-        given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        given["device"] = find_device()
     if given.get("track") == "auto":
         del given["track"]
     if given.get("resume"):
-        return resumed_config(given)
-    if "track" not in given:
-        given["track"] = "fineweb" if given["device"] == "cuda" else "cpu"
-    return configure(TRACKS.get(given["track"], {}), given)
+        return resumed_config(given, config_class)
+    track = given.setdefault("track", "fineweb" if given["device"] == "cuda" else "cpu")
+    preset = {"value_embeds": config_class.value_embeds} | TRACKS.get(track, {})
+    layers = given.get("layers", preset.get("layers", config_class.layers))  # fewer than the preset's lack some of its blocks
+    preset["value_embeds"] = tuple(block for block in preset["value_embeds"] if block < layers)
+    return config_class(**(preset | given))
 
 
-def configure(base: dict, given: dict) -> Config:
-    """The flags given above a base; a text to continue asks for a sample where the base makes none."""
-    if given.get("sample") and base.get("sample_tokens") == 0:
-        base = base | {"sample_tokens": Config.sample_tokens}
-    return Config(**(base | given))
+def find_device() -> str:
+    """cuda or cpu. Raises UserError where there is a GPU that torch cannot use: hours on the CPU are no answer to that."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(Path("/dev").glob("nvidia[0-9]*")):
+        built = f"for CUDA {torch.version.cuda} (is the driver older?)" if torch.version.cuda else "for the CPU"
+        raise UserError(f"--device=auto: found an NVIDIA GPU in /dev that torch {torch.__version__}, built {built}, does not "
+                        f"see, expected it to; install a torch that fits the driver, or train on the CPU with --device=cpu")
+    return "cpu"
 
 
-def resumed_config(given: dict) -> Config:
+def resumed_config(given: dict, config_class) -> Config:
     """The configuration of a checkpoint's run with the flags given now, which must not contradict it."""
     path = find_checkpoint(given["resume"], given.get("out", Config.out))
     if "out" not in given and path.parent.name == "checkpoints":  # so that the run's next `latest` is found where this one was
         given["out"] = str(path.parent.parent)
-    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in read_manifest(path)["config"].items()}
-    unknown = saved.keys() ^ {f.name for f in fields(Config)}
+    saved = read_manifest(path)["config"]
+    unknown = saved.keys() ^ {f.name for f in fields(config_class)}
     if unknown:
-        raise SharedError(f"{path}: found a checkpoint that disagrees on the flags {', '.join(sorted(unknown))}, expected one that "
-                          f"this version of train_gpt.py wrote; go on with the version that lies beside its run's log")
-    config = configure({name: value for name, value in saved.items() if name not in NOT_RESUMED}, given | {"resume": str(path)})
-    wrong = [f"--{name}={getattr(config, name)} (there {value})" for name, value in saved.items()
-             if name not in FREE_ON_RESUME and getattr(config, name) != value]
+        raise UserError(f"{path}: found a checkpoint that disagrees on the fields {', '.join(sorted(unknown))}, expected one "
+                        f"that this version of the trainer wrote; resume with the source beside its run's log")
+    kept = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+            if name not in OF_A_LAUNCH}
+    config = config_class(**(kept | given | {"resume": str(path)}))
+    here, free = json.loads(json.dumps(asdict(config))), FREE_ON_RESUME | (RATES if config.new_rates else set())
+    wrong = [f"--{name}={here[name]} (there {value})" for name, value in saved.items() if name not in free and here[name] != value]
     if wrong:
-        raise SharedError(f"{path}: found flags that contradict the checkpoint: {', '.join(wrong)}; leave them out to go on with "
-                          f"that run, or start another without --resume")
+        raise UserError(f"{path}: found flags that contradict the checkpoint: {', '.join(wrong)}; leave them out to resume "
+                        f"that run, say --new_rates to change rates, or start another without --resume")
     return config
 
 
 # =====================================================================================================================
-# N-gram table: rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
-# Its seams: addressing (ngram_addresses), storage (zeros_where_touched, HostRows), read (NgramTable.read), update (row_adam_update).
+# Errors, and files that are whole or absent.
 # =====================================================================================================================
 
-# Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are record 92's.
+class UserError(Exception):
+    """A fault that the user can mend. The message names the thing, what was found, what was expected, and the remedy."""
+
+
+class FollowingError(Exception):
+    """This rank failed because another had failed first, whose error this repeats."""
+
+
+class Stopped(SystemExit):
+    """A signal ended the run; the exit status is the shell's, 128 + signal."""
+
+    def __init__(self, signum: int, how: str = ""):
+        super().__init__(128 + signum)
+        self.text = f"stopped by {signal.Signals(signum).name}{how}"
+
+
+def describe(error: BaseException) -> str:
+    """One line for the log and the end of the screen."""
+    if isinstance(error, Stopped):
+        return error.text
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    remedy = "; lower --micro_batch_tokens or --head_chunk_tokens (see --dry_run)"
+    return f"error: {text}{remedy if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else ''}"
+
+
+def run_command(main, *arguments, **options) -> None:
+    """main(...) as a process. What the user can mend is one line, other errors a traceback and that line; exits with 1.
+
+    Among ranks the first to fail speaks; where all fail before they have met, rank 0. torchrun's summary repeats it.
+    """
+    status, speaks = 1, os.environ.get("RANK", "0") == "0"
+    try:
+        record(main)(*arguments, **options)
+        return
+    except Stopped as stopped:
+        status, text = stopped.code, stopped.text
+    except FollowingError:
+        text = ""
+    except KeyboardInterrupt:
+        status, text = 130, "interrupted; run the same command again"
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status, text = 141, ""
+    except Exception as error:
+        text, speaks = describe(error), speaks or hasattr(error, "first")
+        if not isinstance(error, (UserError, OSError)):
+            traceback.print_exc()
+    if text and speaks:
+        print(f"\n{text}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def flush_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def written_whole(path: Path):
+    """Yields a path to write a file to. It gets the name of `path` where the block succeeds, and goes where it fails."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        flush_to_disk(part)
+        part.replace(path)
+        flush_to_disk(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def lock_folder(folder: Path, doing: str) -> FileLock:
+    """A lock on a folder, made if need be, that goes with the process. Raises UserError where another process holds it."""
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock.acquire()
+    except Timeout:
+        raise UserError(f"{folder}: found another process {doing} there, expected none; wait for it, or choose another "
+                        f"--out") from None
+    except OSError as error:
+        raise UserError(f"{folder}: found {error.strerror}, expected a folder to write to; choose another --out") from None
+
+
+# =====================================================================================================================
+# Ranks: who this process is among the others. Plain `python` is a world of one, and runs the same code.
+# =====================================================================================================================
+
+TIMEOUT = timedelta(seconds=600)  # after which a collective whose partner is silent fails
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    loader_group: dist.ProcessGroup  # gloo; of the loader's thread alone: its collectives never meet training's
+    store: dist.Store  # torchrun's, which outlives any rank
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def part(self, count: int, rank: int | None = None) -> tuple[int, int]:
+        """[first, last) of `count` things that belong to a rank (default: this one); uneven and empty parts are fine."""
+        rank = self.rank if rank is None else rank
+        return rank * count // self.size, (rank + 1) * count // self.size
+
+    def first_failure(self, mine: str) -> tuple[int, str]:
+        """Rank and words of the first rank to fail: this one with `mine`, unless another was earlier."""
+        try:
+            rank, _, text = self.store.compare_set("first_failure", "", f"{self.rank} {mine}").decode().partition(" ")
+            return int(rank), text
+        except dist.DistError:  # torchrun itself is gone
+            return self.rank, mine
+
+
+def launched() -> list[int]:
+    """Rank, world size, local rank and size: torchrun's, or a world of one. Raises UserError for half a launch."""
+    if not os.environ.keys() & {"RANK", "WORLD_SIZE"}:
+        return [0, 1, 0, 1]
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+    found = [os.environ.get(name, "") for name in names]
+    if not all(number.isdecimal() for number in found) or "MASTER_ADDR" not in os.environ:
+        raise UserError(f"environment: found {' '.join(f'{name}={value}' for name, value in zip(names, found))}, expected a "
+                        f"number for each, and MASTER_ADDR, or none of RANK and WORLD_SIZE; start with `torchrun --standalone "
+                        f"--nproc_per_node=N train_gpt.py`")
+    return [int(number) for number in found[:4]]
+
+
+@contextmanager
+def join_world(config, stop: StopSignal | None = None):
+    """Join torchrun's processes, or make a world of one; yields World and leaves the process group at the end."""
+    rank, size, local_rank, local_size = launched()
+    device, backend = torch.device("cpu"), "gloo"
+    if config.device == "cuda":
+        found = torch.cuda.device_count()
+        if local_rank >= found:
+            raise UserError(f"--device=cuda: found {found} GPUs, expected one for each of the {local_size} processes of this "
+                            f"host; start fewer processes, or use --device=cpu")
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    store = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))[0] if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=size, timeout=TIMEOUT)
+    world = World(rank, size, local_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT), store)
+    if stop:
+        stop.world = world
+    try:
+        yield world
+    except BaseException as error:
+        if world.device.type == "cpu":  # NCCL may wait for a partner that is gone; the process is about to end anyhow
+            dist.destroy_process_group()
+        first, text = world.first_failure(describe(error))
+        if first != rank and not isinstance(error, Stopped):
+            raise FollowingError(f"rank {first} failed first: {text}") from None
+        error.first = True
+        raise
+    dist.destroy_process_group()
+
+
+def together(world: World, action):
+    """action() on every rank. Where it fails on any, all ranks raise the lowest failing rank's UserError."""
+    result = error = None
+    try:
+        result = action()
+    except (UserError, OSError) as caught:
+        error = str(caught)
+    errors = [None] * world.size
+    dist.all_gather_object(errors, error)
+    for message in errors:
+        if message is not None:
+            raise UserError(message)
+    return result
+
+
+class StopSignal:
+    """SIGTERM, SIGINT and SIGHUP. While `may_wait`, training ends with the update cycle under way; at other times, or asked
+    twice, or where a rank has failed (the signal is torchrun's then), the run ends at once."""
+
+    def __init__(self):
+        self.signum, self.may_wait, self.world, self.previous = 0, False, None, {}
+        self.parent = os.getppid() if "RANK" in os.environ else None  # torchrun
+
+    def __enter__(self) -> StopSignal:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            ignored = signal.getsignal(signum) == signal.SIG_IGN  # as nohup and a shell's `&` ask for
+            if not ignored and threading.current_thread() is threading.main_thread():  # no other thread may set handlers
+                self.previous[signum] = signal.signal(signum, self.handle)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for signum, handler in self.previous.items():
+            signal.signal(signum, handler)
+
+    def handle(self, signum: int, frame) -> None:
+        again, self.signum = self.signum, self.signum or signum
+        if again or not self.may_wait or self.world.store.check(["first_failure"]):
+            raise Stopped(self.signum)
+
+    def asked(self) -> bool:
+        """Whether this rank is to stop; without its torchrun too, which nothing else would tell it."""
+        if self.parent and self.parent != os.getppid():
+            self.signum = self.signum or signal.SIGHUP
+        return self.signum > 0
+
+
+# =====================================================================================================================
+# Tokens: shards on disk, one stream of rows, each rank's batches, made ahead in a thread; the tokenizer beside the shards.
+# =====================================================================================================================
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+GPT2_VOCAB_SIZE, GPT2_DOC_START = 50257, 50256
+SHARD_HASHES = "shards.json"  # beside the shards: what `shard_hashes` knows of them
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One token file: 256 int32 of header (magic, version, tokens, vocabulary size, document-start token), then uint16."""
+    path: Path
+    num_tokens: int
+    vocab_size: int
+    doc_start: int
+
+    def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
+        """uint16 [count] from position `first`, to the end by default. Read, not mapped: memory must not grow with the data."""
+        count = self.num_tokens - first if count is None else count
+        tokens = np.fromfile(self.path, dtype=np.uint16, count=count, offset=SHARD_HEADER_BYTES + 2 * first)
+        if len(tokens) != count:
+            raise UserError(f"{self.path}: found {len(tokens)} tokens from {first} on, expected {count}; the file has changed")
+        return tokens
+
+    def hash(self) -> str:
+        """sha256 of the vocabulary and all tokens; reads the whole file. Raises UserError where an id is not below the vocabulary size."""
+        digest = hashlib.sha256(f"{self.num_tokens} {self.vocab_size} {self.doc_start}".encode())
+        for first in range(0, self.num_tokens, 1 << 24):
+            tokens = self.read(first, min(1 << 24, self.num_tokens - first))
+            if (largest := int(tokens.max())) >= self.vocab_size:
+                raise UserError(f"{self.path}: found token id {largest}, expected ids below its vocabulary size "
+                                f"{self.vocab_size}; it was made with another tokenizer or is damaged: make it anew")
+            digest.update(tokens)
+        return digest.hexdigest()
+
+
+def open_shard(path: str | Path) -> Shard:
+    """Read and check a shard's header and size. Raises UserError with path, found and expected."""
+    path = Path(path)
+    size = path.stat().st_size
+    if size < SHARD_HEADER_BYTES:
+        raise UserError(f"{path}: found {size} bytes, expected at least the {SHARD_HEADER_BYTES} of a shard header; "
+                        f"delete it and fetch or make it again")
+    header = np.fromfile(path, dtype=np.int32, count=256)
+    if (header[0], header[1]) != (SHARD_MAGIC, SHARD_VERSION):
+        raise UserError(f"{path}: found magic {header[0]} version {header[1]}, expected {SHARD_MAGIC} version "
+                        f"{SHARD_VERSION}; this is not a token shard")
+    num_tokens = int(header[2])
+    if num_tokens <= 0 or size != SHARD_HEADER_BYTES + 2 * num_tokens:
+        raise UserError(f"{path}: found {size} bytes, expected {SHARD_HEADER_BYTES + 2 * num_tokens} for the {num_tokens} "
+                        f"tokens its header promises; it is cut short or damaged: fetch or make it again")
+    vocab_size = int(header[3]) or GPT2_VOCAB_SIZE
+    doc_start = int(header[4]) if header[3] else GPT2_DOC_START
+    if not 0 <= doc_start < vocab_size <= 1 << 16:
+        raise UserError(f"{path}: found vocabulary size {vocab_size} and document-start token {doc_start}, expected "
+                        f"0 <= document start < vocabulary size <= 65536; the header is damaged: make it again")
+    return Shard(path, num_tokens, vocab_size, doc_start)
+
+
+def shard_hashes(shards: list[Shard], rank: int = 0, size: int = 1) -> dict[str, list]:
+    """name -> [bytes, time of change in ns, hash] of shards of one folder.
+
+    What the folder's manifest holds of a file that has kept its size and time is not read again; of the others rank reads its part alone.
+    """
+    known = {}
+    with suppress(OSError, ValueError):
+        known = json.loads((shards[0].path.parent / SHARD_HASHES).read_text())
+    stamps = {shard.path.name: [(stat := shard.path.stat()).st_size, stat.st_mtime_ns] for shard in shards}
+    unknown = [shard for shard in shards if known.get(shard.path.name, [])[:2] != stamps[shard.path.name]]
+    return {name: known[name] for name in stamps.keys() - {shard.path.name for shard in unknown}} | \
+        {shard.path.name: [*stamps[shard.path.name], shard.hash()] for shard in unknown[rank::size]}
+
+
+def save_shard_hashes(folder: Path, hashes: dict[str, list]) -> None:
+    """Replace the manifest, if it says something else. A folder that cannot be written to is read again at each start."""
+    with suppress(OSError, ValueError):
+        if json.loads((folder / SHARD_HASHES).read_text()) == hashes:
+            return
+    with suppress(OSError), written_whole(folder / SHARD_HASHES) as part:
+        part.write_text(json.dumps(dict(sorted(hashes.items())), indent=1))
+
+
+class TokenStream:
+    """Shards one behind the other, cut into rows of seq_len inputs and the token behind each (targets).
+
+    Row i of the stream is tokens [i * seq_len, (i + 1) * seq_len] of the data. With `spread` the rows come in golden-ratio
+    order instead: any few consecutive ones lie evenly over the whole data, which stands in for a shuffle of long documents.
+    """
+
+    def __init__(self, shards: list[Shard], seq_len: int, spread: bool):
+        self.shards, self.seq_len = shards, seq_len
+        self.ends = np.cumsum([shard.num_tokens for shard in shards])
+        self.num_tokens = int(self.ends[-1])
+        self.num_rows = (self.num_tokens - 1) // seq_len  # the last input needs a target too
+        self.stride = golden_stride(self.num_rows) if spread else 1
+
+    def read(self, first: int, count: int) -> Tensor:
+        """int64 [count, seq_len + 1]: rows first.. of the stream, which starts over at its end."""
+        rows = np.empty((count, self.seq_len + 1), np.int64)  # uint16 has no modulo and no look-up in torch
+        for i in range(count):
+            row = (first + i) * self.stride % self.num_rows
+            rows[i] = self.read_span(row * self.seq_len, self.seq_len + 1)
+        return torch.from_numpy(rows)
+
+    def read_span(self, first: int, count: int) -> np.ndarray:
+        parts, index = [], int(np.searchsorted(self.ends, first, side="right"))
+        while count > 0:
+            shard = self.shards[index]
+            offset = first - (int(self.ends[index]) - shard.num_tokens)
+            part = shard.read(offset, min(count, shard.num_tokens - offset))
+            parts.append(part)
+            first, count, index = first + len(part), count - len(part), index + 1
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def golden_stride(num_rows: int) -> int:
+    """A stride near num_rows / golden ratio, without a common factor, whose multiples modulo num_rows lie the most evenly."""
+    def largest_quotient(stride: int) -> int:  # of the continued fraction; the multiples bunch up where it is large
+        a, b, largest = num_rows, stride, 1
+        while b:
+            largest, a, b = max(largest, a // b), b, a % b
+        return largest
+
+    golden = max(1, round(num_rows * (math.sqrt(5) - 1) / 2))
+    near = [stride for stride in range(golden, golden + 200) if math.gcd(stride, num_rows) == 1]
+    return min(near, key=largest_quotient)
+
+
+class Dataset(NamedTuple):
+    train: TokenStream
+    val: TokenStream
+    vocab_size: int
+    doc_start: int
+
+
+def open_dataset(config) -> Dataset:
+    """Find the shards and check their headers and sizes."""
+    folder, found = Path(config.data).resolve(), {}
+    for split in ("train", "val"):
+        paths = sorted(folder.glob(f"*_{split}_*.bin"))
+        if not paths:
+            raise UserError(f"{folder}: found no *_{split}_*.bin, expected token shards; make them with `python data/text.py` "
+                            f"(or `python data/fineweb.py` for the fineweb track), or name their folder with --data")
+        found[split] = [open_shard(path) for path in paths]
+    shards = found["train"] + found["val"]
+    first = shards[0]
+    for shard in shards:
+        if (shard.vocab_size, shard.doc_start) != (first.vocab_size, first.doc_start):
+            raise UserError(f"{shard.path}: found vocabulary size {shard.vocab_size} and document start {shard.doc_start}, "
+                            f"expected {first.vocab_size} and {first.doc_start} as in {first.path}; keep one data set a folder")
+    train = TokenStream(found["train"], config.seq_len, config.spread_rows)
+    val = TokenStream(found["val"][:1], config.seq_len, config.spread_rows)  # by name: the first, however many were fetched
+    return Dataset(train, val, first.vocab_size, first.doc_start)
+
+
+def check_tokens(config, dataset: Dataset) -> None:
+    """Refuse a run for which there are too few tokens."""
+    train, val, needed = dataset.train, dataset.val, config.tokens_before(config.steps) + 1
+    rows = config.tokens_before(config.steps) // config.seq_len
+    if rows > train.num_rows * config.epochs:
+        epochs = -(-rows // max(1, train.num_rows))
+        again = f", or read them again with --epochs={epochs}" if train.num_rows else ""
+        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps; "
+                        f"fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
+                        f"run fewer --steps{again}")
+    if config.val_tokens > val.num_rows * config.seq_len:
+        raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected "
+                        f"{config.val_tokens + 1:,}; use --val_tokens={val.num_rows * config.seq_len} or make a larger validation shard")
+
+
+def identify_data(config, dataset: Dataset, world: World) -> dict:
+    """What a run's numbers depend on of its data, as 16 hex digits each: the train shards together and one by one ("shards"), and what
+    validation reads. A collective: each rank hashes its part of the shards that are new."""
+    shards = dataset.train.shards + dataset.val.shards
+    parts = [None] * world.size
+    dist.all_gather_object(parts, together(world, lambda: shard_hashes(shards, world.rank, world.size)))
+    hashes = {name: entry for part in parts for name, entry in part.items()}
+    if world.main:
+        save_shard_hashes(shards[0].path.parent, hashes)
+
+    def short(*texts) -> str:
+        return hashlib.sha256(" ".join(map(str, texts)).encode()).hexdigest()[:16]
+
+    train = [hashes[shard.path.name][2] for shard in dataset.train.shards]
+    spread = config.seq_len if dataset.val.stride > 1 else 0  # spread rows are other tokens at another row length
+    return {"train": short(*train), "val": short(hashes[dataset.val.shards[0].path.name][2], config.val_tokens, spread),
+            "vocab_size": dataset.vocab_size, "shards": [digest[:16] for digest in train]}
+
+
+@dataclass
+class Batch:
+    """One rank's part of a step in M micro-batches of B rows; padding rows have target -1 and one segment a token."""
+    tokens: Tensor  # int64 [M, B, seq_len]
+    targets: Tensor  # int64 [M, B, seq_len]
+    starts: Tensor  # bool [M, B, seq_len]: a segment begins here
+
+
+def with_tensors(holder, change):
+    """The dataclass with change(tensor) in place of each of its tensors."""
+    return replace(holder, **{name: change(value) for name, value in vars(holder).items() if isinstance(value, Tensor)})
+
+
+def to_device(holder, device: torch.device):
+    return with_tensors(holder, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int, length: int | None = None) -> Batch:
+    """rows int64 [n, seq_len + 1] -> Batch of ceil(count / micro_rows) micro-batches, the missing rows padded.
+
+    A segment begins at each document start, at each row's first token, and every `length` tokens of the row; nothing of a segment
+    depends on another.
+    """
+    micro_batches = -(-count // micro_rows)
+    missing = micro_batches * micro_rows - len(rows)
+    tokens = F.pad(rows[:, :-1], (0, 0, 0, missing), value=doc_start)
+    targets = F.pad(rows[:, 1:], (0, 0, 0, missing), value=-1)
+    starts = tokens == doc_start
+    starts[:, ::length or starts.shape[1]] = True
+    return Batch(*(t.reshape(micro_batches, micro_rows, -1) for t in (tokens, targets, starts)))
+
+
+def rank_batch(stream: TokenStream, first_row: int, num_rows: int, micro_rows: int, doc_start: int, world: World,
+               length: int | None = None) -> Batch:
+    """This rank's slice of rows [first_row, first_row + num_rows) of the stream; all ranks get as many micro-batches."""
+    first, last = world.part(num_rows)
+    return make_batch(stream.read(first_row + first, last - first), -(-num_rows // world.size), micro_rows, doc_start, length)
+
+
+class Loader:
+    """prepare(call) for each call, in order, made by a daemon thread up to AHEAD calls before it is asked for.
+
+    The training thread alone decides what is asked for, so all ranks ask for the same, and the collectives inside `prepare` find
+    their partners.
+    """
+    AHEAD = 4
+
+    def __init__(self, prepare, calls: range):
+        self.prepare, self.calls, self.asked, self.made = prepare, calls, 0, 0
+        self.ready, self.error, self.changed = deque(), None, threading.Condition()
+        threading.Thread(target=self.work, daemon=True, name="loader").start()
+
+    def work(self) -> None:
+        try:
+            for call in self.calls:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.made < self.asked + self.AHEAD)
+                item = self.prepare(call)
+                with self.changed:
+                    self.ready.append(item)
+                    self.made += 1
+                    self.changed.notify_all()
+        except BaseException as error:
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
+
+    def next(self):
+        """The next item, None behind the last. Raises what `prepare` raised."""
+        with self.changed:
+            if self.asked == len(self.calls):
+                return None
+            self.asked += 1
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.ready or self.error)
+            if not self.ready:
+                raise self.error
+            return self.ready.popleft()
+
+    def rest(self) -> None:
+        """Wait until the thread has made all that it may, so that it works only while the clock runs."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.error or self.made == min(self.asked + self.AHEAD, len(self.calls)))
+
+
+TOKENIZER_FILE = "tokenizer.tiktoken"
+# GPT-2's split into words, which BPE never merges across; one pattern serves every tokenizer that data/text.py writes.
+TOKENIZER_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def tokenizer_encoding(tokens: list[bytes]):
+    """tiktoken.Encoding in which a token's id is its place in the list, and the document start is the id behind them."""
+    import tiktoken  # here, since training never needs it
+    ranks = {token: i for i, token in enumerate(tokens)}
+    return tiktoken.Encoding("shards", pat_str=TOKENIZER_PATTERN, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": len(tokens)})
+
+
+def load_tokenizer(folder: str | Path, vocab_size: int):
+    """The tiktoken.Encoding of the tokenizer file beside the shards, or None where there is none. Raises UserError if it is not theirs."""
+    path = Path(folder) / TOKENIZER_FILE
+    if not path.exists():
+        return None
+    try:
+        lines = [line.split() for line in path.read_bytes().splitlines()]
+        ranks = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
+        tokenizer = tokenizer_encoding([ranks[i] for i in range(len(lines))])
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path}: found a damaged line ({error}), expected a token in base64 and its rank on each; make the "
+                        f"shards again with `python data/text.py`") from None
+    if tokenizer.n_vocab != vocab_size:
+        raise UserError(f"{path}: found {tokenizer.n_vocab} ids, expected the shards' {vocab_size}; make the shards again, or use "
+                        f"--sample_tokens=0")
+    return tokenizer
+
+
+# =====================================================================================================================
+# N-gram table: rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
+# Its seams: addressing (Config.channels, NgramTable.addresses), storage (zeros_where_touched, HostRows), read, update_rows.
+# =====================================================================================================================
+
+# Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are those of modded-nanogpt pull request
+# #360 (record 92), as are the signs, the one second moment a row and the decay.
 ROW_MULTIPLIERS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (52951, 22277, 64033, 31393)}
 SIGN_MULTIPLIERS = {2: (48271, 30011), 3: (58699, 39779, 26801), 4: (40009, 61027, 20897, 33601)}
 SIGN_POOL_SEED = 20260905  # never the run's seed
 ADAM_EPS = 1e-10
-CHECKPOINT_PART_ROWS = 1 << 19  # table rows a file: bounds what a rank holds besides
 MAX_MESSAGE_BYTES = 1 << 30  # NCCL and gloo count a message in 32 bits somewhere; stay well below
-
-
-def channel_bounds(config: Config) -> list[tuple[int, int]]:
-    """[first, last) row of each channel, orders first, then heads; the last row of each is reserved for positions without history."""
-    shares, heads = config.ngram_split or (1,) * len(config.ngram_orders), config.ngram_heads
-    cuts = [config.ngram_rows * sum(shares[:c]) // sum(shares) for c in range(len(shares) + 1)]
-    return [(low + (high - low) * head // heads, low + (high - low) * (head + 1) // heads)
-            for low, high in zip(cuts, cuts[1:]) for head in range(heads)]
-
-
-@functools.cache
-def channel_hash(order: int, head: int, heads: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Row and sign multipliers of a channel, and the modulus of its row hash, for `rows` that are not reserved.
-
-    The first head has the record's multipliers; one head alone has its modulus too, all rows; the k-th of several has the k-th largest
-    prime that fits (1 where there is none).
-    """
-    if heads == 1:
-        return ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order], rows
-    primes = (n for n in range(rows, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
-    modulus = next(itertools.islice(primes, head, None), 1)
-    if head == 0:
-        return ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order], modulus
-    generator = torch.Generator().manual_seed(SIGN_POOL_SEED + 1000 * order + head)
-    drawn = (torch.randint(1 << 15, (2, order), generator=generator) * 2 + 1).tolist()  # odd and below 2^16, as the others
-    return tuple(drawn[0]), tuple(drawn[1]), modulus
+STAGING_BYTES = 32 << 20  # of a buffer between host and device; longer ones fill the links no better
 
 
 class Channel(NamedTuple):
-    """One hash of one order: rows [low, high) of the table, the last one reserved, and the constants of its hashes."""
+    """One hash of an order: rows [low, high) of the table, the last one reserved, and the constants of its hashes."""
     order: int
-    head: int
     low: int
     high: int
+    modulus: int
     row_factors: tuple[int, ...]
     sign_factors: tuple[int, ...]
-    modulus: int
 
 
-def channels(config: Config) -> list[Channel]:
-    hashes = itertools.product(config.ngram_orders, range(config.ngram_heads))
-    return [Channel(order, head, low, high, *channel_hash(order, head, config.ngram_heads, high - low - 1))
-            for (order, head), (low, high) in zip(hashes, channel_bounds(config))]
+def channel_bounds(config) -> list[tuple[int, int]]:
+    """[first, last) row of each order; the last row is reserved for positions without history."""
+    weights = config.ngram_split or (1,) * len(config.ngram_orders)
+    cuts = [config.ngram_rows * sum(weights[:c]) // sum(weights) for c in range(len(weights) + 1)]
+    return list(zip(cuts, cuts[1:]))
 
 
-def hash_lines(config: Config) -> list[str]:
-    """What the plan says of each hash, where there is more than the record's one an order."""
-    if not config.ngram_rows or config.ngram_heads == 1:
-        return []
-    return [f"  order {c.order}, head {c.head}: rows {c.low:,} to {c.high - 1:,}, modulus {c.modulus:,}, multipliers {c.row_factors}, "
-            f"of signs {c.sign_factors}" for c in channels(config)]
+def predecessors(segment_starts: Tensor) -> Tensor:
+    """bool [T] -> int64 [T]: how many tokens of its segment stand before each position."""
+    position = torch.arange(len(segment_starts), device=segment_starts.device)
+    return position - torch.where(segment_starts, position, 0).cummax(0).values if len(position) else position
 
 
-def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config) -> tuple[Tensor, Tensor]:
     """Row and sign-pattern numbers of every position's n-grams.
 
     tokens int64 [T], ids below 2^16; segment_starts bool [T], where position 0 counts as a start. Returns (rows, signs), both
-    int64 [C, T] with C = orders x heads. The n-gram at t ends with tokens[t] and reads nothing before its segment. Exact integers.
+    int64 [C, T] for C channels. The n-gram at t ends with tokens[t] and reads nothing before its segment. Exact integers.
     """
     history, rows, signs = predecessors(segment_starts), [], []
-    for order, _, low, high, row_factors, sign_factors, modulus in channels(config):
+    for order, low, high, modulus, row_factors, sign_factors in config.channels:
         row_hash, sign_hash = torch.zeros_like(tokens), torch.zeros_like(tokens)
         for back, (row_factor, sign_factor) in enumerate(zip(row_factors, sign_factors)):
             token = tokens.roll(back)  # what it wraps around is masked below
@@ -354,13 +928,28 @@ def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config: Config) -> t
     return torch.stack(rows), torch.stack(signs)
 
 
-def sign_pool(config: Config, dtype: torch.dtype) -> Tensor:
+def sign_pool(config, dtype: torch.dtype) -> Tensor:
     """[signs, ngram_row_dim] of +-1, the same on every rank, world size and seed; a single pattern of +1 where signs is 0."""
     if config.ngram_signs == 0:
         return torch.ones(1, config.ngram_row_dim, dtype=dtype)
     generator = torch.Generator().manual_seed(SIGN_POOL_SEED)
     bits = torch.randint(0, 2, (config.ngram_signs, config.ngram_row_dim), generator=generator, dtype=torch.int8)
     return (2 * bits - 1).to(dtype)
+
+
+def sort_unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n] below 2^31 -> (sorted unique ids, int64 [n] index of each id among them).
+
+    One in-place sort of (id, position) packed in 64 bits: numpy sorts that several times faster than np.unique would.
+    """
+    packed = ids << 32 | np.arange(len(ids))
+    packed.sort()
+    order, ids = packed & 0xFFFFFFFF, packed >> 32
+    first = np.ones(len(ids), bool)
+    first[1:] = ids[1:] != ids[:-1]
+    slots = np.empty(len(ids), np.int64)
+    slots[order] = np.cumsum(first) - 1
+    return ids[first], slots
 
 
 def zeros_where_touched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -379,27 +968,140 @@ def zeros_where_touched(shape: tuple[int, ...], dtype: torch.dtype, device: torc
 def row_second_moment(grads: Tensor, second: Tensor, last: Tensor, update: int, beta2: float) -> Tensor:
     """The touched rows' new second moments: what a row owes for the updates it missed is paid, then its gradient comes in.
 
-    grads float32 [n, dim]; second float32 [n] (one number a row, of the mean square) or [n, dim]; last int32 [n], the update
-    (from 1) at which the row was last touched, 0 for never; update, this one's number.
+    grads float32 [n, dim]; second float32 [n], a running mean of the rows' mean squares; last int32 [n], the update (from 1) at
+    which the row was last touched, 0 for never; update, this one's number.
     """
     owed = torch.pow(beta2, (update - last).double()).float()  # torch's float32 powers differ by a row's place in the tensor
-    if second.dim() == 1:
-        mean_square = torch.linalg.vector_norm(grads, dim=1).square() / grads.shape[1]
-        return torch.addcmul(mean_square * (1 - beta2), owed, second)
-    return torch.addcmul(grads.square() * (1 - beta2), owed[:, None], second)
+    mean_square = torch.linalg.vector_norm(grads, dim=1).square() / grads.shape[1]
+    return torch.addcmul(mean_square * (1 - beta2), owed, second)
 
 
 def row_adam_update(rows: Tensor, grads: Tensor, second: Tensor, update: int, lr: float, beta2: float, wd: float) -> Tensor:
-    """Adam with beta1 = 0 for the touched rows of a table (record 92's rule). Returns the rows, float32 [n, dim], in place.
+    """Adam with beta1 = 0 for the touched rows of a table. Returns the rows, float32 [n, dim], in place.
 
     second is row_second_moment's result. Decay acts only on elements whose update and weight have the same sign. An
     untouched row does not move, so that this equals the eager rule over the whole table.
     """
     step_size = lr * math.sqrt(1 - beta2**update) / (second.sqrt() + ADAM_EPS)
-    change = grads * (step_size[:, None] if second.dim() == 1 else step_size)
+    change = grads * step_size.view(len(grads), -1)
     if wd:
         change.addcmul_((change * rows).gt_(0), rows, value=lr * wd)
     return rows.sub_(change)
+
+
+# What the CPU does to the rows. Tensor operations would move each temporary through memory; this reads and writes each row once. Every
+# function takes its thread's part [first, last): of the tokens to read, of the rows of the gradient (each sums its reads in their order,
+# so that nothing depends on the number of threads), of the rows to update. ROW is float32 or bfloat16.
+TABLE_LOOPS = r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+using i64 = int64_t;
+struct bfloat16 { uint16_t bits; };
+using float32 = float;
+static inline float widen(float x) { return x; }
+static inline float widen(bfloat16 x) { uint32_t bits = uint32_t(x.bits) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+static inline void store(float* to, float x) { *to = x; }
+static inline void store(bfloat16* to, float x) {  // rounds to nearest even
+    uint32_t bits; std::memcpy(&bits, &x, 4);
+    to->bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+template <class T> static inline void prefetch(const T* row, i64 dim) {  // so that its one or two pages are looked up early
+    __builtin_prefetch(row), __builtin_prefetch(row + dim - 1);
+}
+
+extern "C" void read(i64 first, i64 last, i64 channels, i64 tokens, i64 dim, const ROW* rows, const int8_t* pool, const i64* at,
+                     const i64* signs, float* out) {
+    for (i64 t = first; t < last; t++) for (i64 k = t; k < channels * tokens; k += tokens) {
+        if (t + 2 < last) prefetch(rows + at[k + 2] * dim, dim);
+        const ROW* row = rows + at[k] * dim;
+        const int8_t* sign = pool + signs[k] * dim;
+        float* sum = out + t * dim;
+        if (k == t) for (i64 d = 0; d < dim; d++) sum[d] = widen(row[d]) * sign[d];
+        else for (i64 d = 0; d < dim; d++) sum[d] += widen(row[d]) * sign[d];
+    }
+}
+
+extern "C" void add_grad(i64 first, i64 last, i64 channels, i64 tokens, i64 dim, i64 fresh, float* grads, const float* read_grad,
+                         const int8_t* pool, const i64* slots, const i64* signs) {
+    std::vector<i64> ends(last - first + 1), reads;  // a counting sort: the reads of row first + i end up at [ends[i - 1], ends[i])
+    auto mine = [&](i64 k) { return first <= slots[k] && slots[k] < last; };
+    for (i64 k = 0; k < channels * tokens; k++) if (mine(k)) ends[slots[k] - first + 1]++;
+    for (i64 i = 0; i < last - first; i++) ends[i + 1] += ends[i];
+    reads.resize(ends.back());
+    for (i64 k = 0; k < channels * tokens; k++) if (mine(k)) reads[ends[slots[k] - first]++] = k;
+    for (i64 i = 0, r = 0; i < last - first; i++) {
+        float* grad = grads + (first + i) * dim;
+        bool assign = fresh;
+        for (; r < ends[i]; r++, assign = false) {
+            if (r + 2 < ends.back()) prefetch(read_grad + reads[r + 2] % tokens * dim, dim);
+            const float* g = read_grad + reads[r] % tokens * dim;
+            const int8_t* sign = pool + signs[reads[r]] * dim;
+            if (assign) for (i64 d = 0; d < dim; d++) grad[d] = g[d] * sign[d];
+            else for (i64 d = 0; d < dim; d++) grad[d] += g[d] * sign[d];
+        }
+        if (assign) std::memset(grad, 0, dim * sizeof(float));
+    }
+}
+
+extern "C" void update(i64 first, i64 last, i64 dim, i64 number, double step_size, double beta2, double eps, double decay,
+                       ROW* rows, const i64* ids, const float* grads, float* second, int32_t* touched) {
+    for (i64 i = first; i < last; i++) {
+        if (i64 ahead = i + 2; ahead < last)
+            prefetch(rows + ids[ahead] * dim, dim), __builtin_prefetch(second + ids[ahead]), __builtin_prefetch(touched + ids[ahead]);
+        ROW* row = rows + ids[i] * dim;
+        const float* g = grads + i * dim;
+        float owed = std::pow(beta2, double(number - touched[ids[i]])), square = 0;
+        touched[ids[i]] = number;
+        #pragma omp simd reduction(+ : square)
+        for (i64 d = 0; d < dim; d++) square += g[d] * g[d];
+        float v = second[ids[i]] = owed * second[ids[i]] + float(1 - beta2) * (square / dim);
+        float size = float(step_size) / (std::sqrt(v) + float(eps)), shrink = decay;
+        for (i64 d = 0; d < dim; d++) {
+            float x = widen(row[d]), change = size * g[d];
+            store(row + d, x - (change + (change * x > 0 ? shrink * x : 0)));
+        }
+    }
+}
+"""
+
+
+class TableLoops:
+    """TABLE_LOOPS compiled for rows of one type and this processor, kept in __pycache__; runs on as many threads as torch.
+
+    The library's name holds a hash of the source, the options and all that the compiler says of itself and the processor. Raises UserError
+    where there is no compiler, it fails, or the library cannot be kept.
+    """
+
+    def __init__(self, dtype: str):
+        command = ["c++", "-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", f"-DROW={dtype}", "-x", "c++", "-"]
+        try:
+            known = subprocess.run([*command, "-dM", "-E"], input="", capture_output=True, text=True, check=True).stdout
+            key = hashlib.sha256("\0".join((TABLE_LOOPS, known, *command)).encode()).hexdigest()[:16]
+            library = Path(__file__).resolve().parent / "__pycache__" / f"table_loops_{key}.so"
+            if not library.exists():
+                library.parent.mkdir(exist_ok=True)
+                part = library.with_suffix(f".{os.getpid()}.part")
+                subprocess.run([*command, "-o", part], input=TABLE_LOOPS, capture_output=True, text=True, check=True)
+                part.replace(library)
+            self.library = ctypes.CDLL(str(library))
+        except subprocess.CalledProcessError as error:
+            raise UserError(f"c++ failed: {next(iter(error.stderr.strip().splitlines()), error)}") from None
+        except FileNotFoundError:
+            raise UserError("there is no C++ compiler, `c++`") from None
+        except OSError as error:
+            raise UserError(str(error)) from None
+        self.threads = torch.get_num_threads()
+        self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="table")
+
+    def __call__(self, name: str, count: int, *arguments) -> None:
+        """Run function `name` over [0, count) with the contiguous tensors, whole numbers and floats that it takes."""
+        kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double, Tensor: lambda t: ctypes.c_void_p(t.data_ptr())}
+        values = [kinds[type(argument)](argument) for argument in arguments]
+        cuts = [ctypes.c_int64(count * i // self.threads) for i in range(self.threads + 1)]
+        function = getattr(self.library, name)
+        list(self.pool.map(lambda first, last: function(first, last, *values), cuts, cuts[1:]))
 
 
 def exchange_rows(send: Tensor, send_counts: list[int], recv_counts: list[int], pieces: int, world: World,
@@ -427,12 +1129,12 @@ class Cycle:
     """What one rank must know to read the table for the U steps of an update cycle, and to serve and update its shard.
 
     Made ahead on the CPU from tokens alone. Row numbers within a shard are local; "served" rows lie grouped by asking rank,
-    each group sorted; T is the rank's tokens a step, padding included. Where rows are slices of the memory, C is 1 and T counts slices.
+    each group sorted; T is the rank's tokens a step, padding included, and C the rows that a token reads.
     """
     slots: Tensor  # int64 [U, C, T]: index of each read among the rank's own unique rows of the cycle
     reads: Tensor  # int64 [U, C, T]: index of each read in what `fetch` returns
     signs: Tensor  # int64 [U, C, T]
-    asked: Tensor  # int64 [n]: the rank's sorted unique rows of the cycle, numbered over all ranks
+    asked: int  # the rank's unique rows of the cycle
     ask_counts: list[int]  # [W]: unique rows this rank reads from each owner
     serve_counts: list[int]  # [W]: rows each rank reads from this one
     served: Tensor  # int64 [sum(serve_counts)]
@@ -444,64 +1146,62 @@ class Cycle:
 class NgramTable:
     """A rank's shard of the table with the state of its row-sparse Adam, and the exchange of rows with the other ranks."""
 
-    def __init__(self, config: Config, world: World, classes=lambda tokens: tokens):
-        self.config, self.world, self.classes = config, world, classes  # classes: what is hashed in place of the tokens
-        # The CPU's kernel sums in float32.
+    def __init__(self, config: Config, world: World):
+        self.config, self.world = config, world
+        # The CPU's loops sum in float32.
         self.read_dtype = torch.float32 if world.device.type == "cpu" else getattr(torch, config.dtype)
-        self.first_row, last_row = world.share(config.ngram_rows)
+        self.first_row, last_row = world.part(config.ngram_rows)
         num_rows = last_row - self.first_row
-        self.owner_cuts = np.array([world.share(config.ngram_rows, rank)[1] for rank in range(world.size)])
+        self.owner_ends = np.array([world.part(config.ngram_rows, rank)[1] for rank in range(world.size)])
         # Blocks keep temporaries near the CPU (8 MB; 1 MB is slower, since index_add_ runs in parallel only on long blocks);
         # a GPU wants few launches.
         self.block = max(1, (1 << 21) // config.ngram_row_dim) if world.device.type == "cpu" else 1 << 15
         self.max_message_bytes = MAX_MESSAGE_BYTES
-        dtype, dim = getattr(torch, config.ngram_dtype), config.ngram_row_dim
         place = torch.device("cpu") if config.ngram_device == "cpu" else world.device
-        self.rows = zeros_where_touched((num_rows, dim), dtype, place)
-        second_shape = (num_rows,) if config.ngram_second_moment == "row" else (num_rows, dim)
-        self.second = zeros_where_touched(second_shape, torch.float32, place)
+        self.rows = zeros_where_touched((num_rows, config.ngram_row_dim), getattr(torch, config.ngram_dtype), place)
+        self.second = zeros_where_touched((num_rows,), torch.float32, place)
         self.last = zeros_where_touched((num_rows,), torch.int32, place)
         self.pool = sign_pool(config, torch.int8).to(world.device)
-        self.updates = 0
-        self.kernel = table_kernel(config, place)
+        self.updates, self.loops, self.slow_because = 0, None, ""
+        if place.type == "cpu":
+            try:
+                self.loops = TableLoops(config.ngram_dtype)
+            except UserError as error:
+                self.slow_because = str(error)
         self.host = HostRows(self) if config.ngram_device == "cpu" else None
 
     # -- planning: in the loader's thread, on the CPU ---------------------------------------------------------------
 
-    def plan(self, batches: list[Batch], group: dist.ProcessGroup | None = None, more_rows: Tensor | None = None) -> Cycle:
-        """Addresses, routes and counts of a cycle's batches. A collective of all ranks over `group` (gloo).
+    def addresses(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """ngram_addresses of the tokens. A seam: a variant may address other things, or more rows a position."""
+        return ngram_addresses(tokens, starts, self.config)
 
-        more_rows int64 [k]: rows that the rank shall ask for besides, having a gradient for them already.
-        """
-        addresses = [ngram_addresses(self.classes(b.tokens.flatten()), b.starts.flatten(), self.config) for b in batches]
-        rows, signs = (torch.stack(parts) for parts in zip(*addresses))
-        if self.config.ngram_combine == "concat":  # slices of a position stand behind each other: positions of one channel
-            rows, signs = (numbers.mT.flatten(1)[:, None] for numbers in (rows, signs))
-        return self.route(rows, signs, group, more_rows)
+    def plan(self, batches: list[Batch], group: dist.ProcessGroup | None = None) -> Cycle:
+        """Addresses, routes and counts of a cycle's batches. A collective of all ranks over `group` (gloo)."""
+        addresses = [self.addresses(batch.tokens.flatten(), batch.starts.flatten()) for batch in batches]
+        return self.route(*(torch.stack(parts) for parts in zip(*addresses)), group)
 
-    def route(self, rows: Tensor, signs: Tensor, group: dist.ProcessGroup | None = None, more_rows: Tensor | None = None) -> Cycle:
-        """rows, signs int64 [U, C, T] -> Cycle. Sorts, and tells every owner what is asked of it."""
-        flat = rows.flatten()
-        asked, slots = sort_unique((flat if more_rows is None else torch.cat((flat, more_rows))).numpy())
-        ends = np.searchsorted(asked, self.owner_cuts)
+    def route(self, rows: Tensor, signs: Tensor, group: dist.ProcessGroup | None = None) -> Cycle:
+        """rows, signs int64 [U, C, T] -> Cycle. Sorts, and lets every owner know what is asked of it."""
+        asked, slots = sort_unique(rows.flatten().numpy())
+        ends = np.searchsorted(asked, self.owner_ends)
         ask_counts = torch.from_numpy(np.diff(ends, prepend=0))
         counts = torch.empty(self.world.size**2, dtype=torch.int64)
         dist.all_gather_single(counts, ask_counts, group=group)
         counts = counts.view(self.world.size, self.world.size)  # [asking rank, owner]
         serve_counts = counts[:, self.world.rank].tolist()
-        asked = torch.from_numpy(asked)
-        served = exchange_rows(asked, ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
+        served = exchange_rows(torch.from_numpy(asked), ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
         owned, owned_slots = sort_unique(served.numpy())
         heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_row_dim * 4
-        slots = torch.from_numpy(slots)[:rows.numel()].view(rows.shape)
+        slots = torch.from_numpy(slots).view(rows.shape)
         from_shard = self.world.size == 1 and not self.host  # see fetch
-        return Cycle(slots, rows if from_shard else slots, signs, asked, ask_counts.tolist(), serve_counts, served,
+        return Cycle(slots, rows if from_shard else slots, signs, len(asked), ask_counts.tolist(), serve_counts, served,
                      owned if self.host else torch.from_numpy(owned), torch.from_numpy(owned_slots),
                      pieces=min(self.config.ngram_row_dim, max(1, -(-heaviest // self.max_message_bytes))))
 
     # -- reading and updating: in the training thread -------------------------------------------------------------------
 
-    def fetch(self, cycle: Cycle, waiting: AbstractContextManager = nullcontext()) -> Tensor:
+    def fetch(self, cycle: Cycle, waiting=nullcontext()) -> Tensor:
         """The rank's unique rows of a cycle, [n, dim] in the table's type, from their owners. A collective.
 
         In a world of one, beside the model, the shard itself: no row of it changes before the cycle's last read. `waiting` is held
@@ -513,10 +1213,10 @@ class NgramTable:
         return exchange_rows(rows.index_select(0, numbers), cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
 
     def read(self, fetched: Tensor, reads: Tensor, signs: Tensor) -> Tensor:
-        """reads (rows of `fetched`), signs int64 [C, T] -> e [T, dim]: at each position the sum of its signed rows."""
+        """reads (rows of `fetched`), signs int64 [C, T] -> e [T, dim]: at each position the sum of its signed rows. A seam."""
         out = torch.empty(reads.shape[1], fetched.shape[1], dtype=self.read_dtype, device=fetched.device)
-        if self.kernel and not out.is_cuda:
-            self.kernel("read", len(out), *reads.shape, out.shape[1], fetched, self.pool, reads.contiguous(), signs.contiguous(), out)
+        if self.loops and not out.is_cuda:
+            self.loops("read", len(out), *reads.shape, out.shape[1], fetched, self.pool, reads.contiguous(), signs.contiguous(), out)
             return out
         for low in range(0, len(out), self.block):
             part = out[low:low + self.block]
@@ -526,14 +1226,14 @@ class NgramTable:
         return out
 
     def add_grad(self, grads: Tensor, slots: Tensor, signs: Tensor, read_grad: Tensor, fresh: bool) -> None:
-        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the cycle's rows; on the CPU in a fixed order of summation.
+        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the cycle's rows; on the CPU in a fixed order of summation. A seam.
 
         With `fresh` what grads held before counts as zeros.
         """
         read_grad = read_grad.float()
-        if self.kernel and not grads.is_cuda:
-            self.kernel("add_grad", len(grads), *slots.shape, grads.shape[1], fresh, grads, read_grad.contiguous(), self.pool,
-                        slots.contiguous(), signs.contiguous())
+        if self.loops and not grads.is_cuda:
+            self.loops("add_grad", len(grads), *slots.shape, grads.shape[1], fresh, grads, read_grad.contiguous(), self.pool,
+                       slots.contiguous(), signs.contiguous())
             return
         if fresh:
             grads.zero_()
@@ -552,12 +1252,12 @@ class NgramTable:
         (self.host.update if self.host else self.update_rows)(cycle.owned, summed, self.updates, lr)
 
     def update_rows(self, ids: Tensor, grads: Tensor, update: int, lr: float) -> None:
-        """The rule, for rows `ids` int64 [n] of the shard with gradients float32 [n, dim], where the rows lie; each row by itself."""
+        """The rule, for rows `ids` int64 [n] of the shard with gradients float32 [n, dim], where the rows lie. A seam; each row by itself."""
         config, beta2 = self.config, self.config.ngram_beta2
-        if self.kernel:
+        if self.loops:
             step_size = lr * math.sqrt(1 - beta2**update)
-            self.kernel("update", len(ids), grads.shape[1], self.second.dim() == 1, update, step_size, beta2, ADAM_EPS,
-                        lr * config.ngram_wd, self.rows, ids, grads, self.second, self.last)
+            self.loops("update", len(ids), grads.shape[1], update, step_size, beta2, ADAM_EPS, lr * config.ngram_wd, self.rows, ids, grads,
+                       self.second, self.last)
             return
         second = row_second_moment(grads, self.second.index_select(0, ids), self.last.index_select(0, ids), update, beta2)
         self.second.index_copy_(0, ids, second)
@@ -567,29 +1267,26 @@ class NgramTable:
             rows = row_adam_update(self.rows.index_select(0, ids[cut]).float(), grads[cut], second[cut], update, lr, beta2, config.ngram_wd)
             self.rows.index_copy_(0, ids[cut], rows.to(self.rows.dtype))
 
-    def settle(self) -> None:
-        """Wait until rows and state are those of the last update."""
+    def wait(self) -> None:
+        """Until rows and state are those of the last update."""
         if self.host:
-            self.host.thread.settle()
+            self.host.thread.wait()
 
-    def touched(self, cycle: Cycle) -> tuple:
-        """A copy on the CPU of all that an update with this cycle would change, for `put_back`."""
-        self.settle()
-        ids = torch.as_tensor(cycle.owned)
-        return ids, *(state[ids].cpu() for state in (self.rows, self.second, self.last)), self.updates
-
-    def put_back(self, saved: tuple) -> None:
-        self.settle()
-        ids, *states, self.updates = saved
-        for state, old in zip((self.rows, self.second, self.last), states):
-            state[ids] = old.to(state.device)
+    def forget(self, ids: Tensor | np.ndarray) -> None:
+        """Rows `ids` of the shard as they are before the first update, and the count of updates too."""
+        self.wait()
+        for state in (self.rows, self.second, self.last):
+            state.index_fill_(0, torch.as_tensor(ids).to(state.device), 0)
+        self.updates = 0
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
+    PART_ROWS = 1 << 19  # a file: bounds what a rank holds besides
+
     def saved_parts(self):
         """Yield all touched rows with their state as dicts of CPU tensors, in order, some at a time; "ids" count over all ranks."""
-        self.settle()
-        for ids in self.last.nonzero().squeeze(1).split(CHECKPOINT_PART_ROWS):
+        self.wait()
+        for ids in self.last.nonzero().squeeze(1).split(self.PART_ROWS):
             yield {"ids": (ids + self.first_row).cpu(), "rows": self.rows[ids].cpu(), "second": self.second[ids].cpu(),
                    "last": self.last[ids].cpu()}
 
@@ -601,10 +1298,143 @@ class NgramTable:
             getattr(self, name)[ids] = part[name][low:high].to(self.rows.device)
 
 
+def staging_buffer(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[n, columns] of host memory, at most STAGING_BYTES or a row; page-locked for a GPU, which then reads and writes it by itself."""
+    shape = max(1, STAGING_BYTES // (columns * dtype.itemsize)), columns
+    if device.type != "cuda":
+        return torch.empty(shape, dtype=dtype)
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        raise UserError(f"--ngram_device=cpu: found no page-locked memory ({str(error).splitlines()[0]}), expected {STAGING_BYTES >> 20} MiB a "
+                        f"buffer, two a rank; raise the limit on locked memory (`ulimit -l`, or the container's), or leave the table on the GPU") from None
+
+
+class InOrder:
+    """One thread for calls that must follow each other. After a call that failed none is made, and whoever waits for one learns why."""
+
+    def __init__(self, name: str, prepare=None):
+        self.pool, self.latest = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=prepare), None
+        self.worked_s = 0.0
+
+    def __call__(self, action, *arguments) -> Future:
+        before = self.latest
+
+        def act():
+            if before:
+                before.result()
+            began = time.perf_counter()
+            action(*arguments)
+            self.worked_s += time.perf_counter() - began
+
+        self.latest = self.pool.submit(act)
+        return self.latest
+
+    def wait(self) -> None:
+        """For all calls so far."""
+        if self.latest:
+            self.latest.result()
+
+
+@dataclass
+class Ahead:
+    """A cycle's rows on their way to the device. `rows`, `late` and `changing` are the host thread's until `ready` is done."""
+    owned: np.ndarray  # int64 [u], the cycle's
+    before: np.ndarray | None = None  # `owned` of the cycle whose update comes first, where somebody looked ahead
+    late: np.ndarray | None = None  # places in `owned` of the rows that this update changes
+    pending: bool = True  # whether these are still to be brought
+    changing: np.ndarray | None = None  # places of the same rows in `before`
+    rows: Tensor | None = None  # [u, dim] on the device
+    ready: Future | None = None
+
+
+class HostRows:
+    """The way between a table in host memory (--ngram_device=cpu) and the device that trains: one thread, which does everything in order.
+
+    While a cycle computes, the rows of the next that it leaves alone go to the device. When its gradients come back, the rows that both
+    read are updated first, and follow; the others are updated beside the next cycle's computing. So no row is read before its update, and
+    what the device reads is, bit for bit, what it would read from a table of its own. All passes through two page-locked buffers, and each
+    row lies with the one rank that owns it.
+    """
+
+    def __init__(self, table: NgramTable):
+        self.table, self.device, dim = table, table.world.device, table.rows.shape[1]
+        self.staged_rows = staging_buffer(dim, table.rows.dtype, self.device)
+        self.staged_grads = staging_buffer(dim, torch.float32, self.device)
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.thread = InOrder("host rows", lambda: self.stream and torch.cuda.set_stream(self.stream))
+        self.ahead = None
+
+    def look_ahead(self, current: Cycle, upcoming: Cycle) -> None:
+        """Begin to bring the rows of the cycle that follows the current one's update."""
+        ahead, changed = Ahead(upcoming.owned, current.owned), current.owned
+
+        def bring_early():
+            _, ahead.late, ahead.changing = np.intersect1d(ahead.owned, changed, assume_unique=True, return_indices=True)
+            self.bring(ahead, np.delete(np.arange(len(ahead.owned)), ahead.late))
+
+        self.ahead, ahead.ready = ahead, self.thread(bring_early)
+
+    def fetch(self, cycle: Cycle, waiting) -> Tensor:
+        """[u, dim] on the device: the cycle's `owned` rows as the last update left them."""
+        ahead = self.ahead
+        if ahead and ahead.owned is cycle.owned:
+            self.ahead = None
+        else:  # nobody looked ahead
+            ahead = Ahead(cycle.owned, late=np.arange(len(cycle.owned)))
+        if ahead.pending:
+            ahead.ready = self.thread(lambda: self.bring(ahead, ahead.late))
+        with waiting:
+            ahead.ready.result()
+        if self.stream:
+            ahead.rows.record_stream(torch.cuda.current_stream())
+        return ahead.rows
+
+    def update(self, owned: np.ndarray, grads: Tensor, update: int, lr: float) -> None:
+        """Begin to update the rows `owned` with the gradients of their losses, float32 [u, dim] on the device."""
+        ahead = self.ahead
+        if ahead and not (ahead.pending and ahead.before is owned):  # what was brought is stale now
+            ahead = self.ahead = None
+        done = self.stream and torch.cuda.current_stream().record_event()
+
+        def update_common():
+            self.change(owned, ahead.changing, grads, done, update, lr)
+            self.bring(ahead, ahead.late)
+
+        def update_others():
+            places = np.arange(len(owned))
+            self.change(owned, np.delete(places, ahead.changing) if ahead else places, grads, done, update, lr)
+
+        if ahead:
+            ahead.pending, ahead.ready = False, self.thread(update_common)
+        self.thread(update_others)
+
+    def bring(self, ahead: Ahead, places: np.ndarray) -> None:
+        """Copy the rows at these places of `owned` to the device. In the thread; they are there when it returns."""
+        if ahead.rows is None:  # of few sizes, so that the allocator finds a block of its own again
+            size, step = len(ahead.owned), 1 << max(0, len(ahead.owned).bit_length() - 4)
+            ahead.rows = self.staged_rows.new_empty(-(-size // step) * step, self.staged_rows.shape[1], device=self.device)[:size]
+        for part in torch.from_numpy(places).split(len(self.staged_rows)):
+            ids = torch.from_numpy(ahead.owned)[part]
+            rows = torch.index_select(self.table.rows, 0, ids, out=self.staged_rows[:len(part)])
+            ahead.rows.index_copy_(0, part.to(self.device), rows.to(self.device))
+        if self.stream:
+            self.stream.synchronize()
+
+    def change(self, owned: np.ndarray, places: np.ndarray, grads: Tensor, done, update: int, lr: float) -> None:
+        """Update the rows at these places of `owned` once `grads` are `done`. In the thread."""
+        if self.stream:
+            self.stream.wait_event(done)
+        for part in torch.from_numpy(places).split(len(self.staged_grads)):
+            part_grads = self.staged_grads[:len(part)].copy_(grads.index_select(0, part.to(self.device)))
+            self.table.update_rows(torch.from_numpy(owned)[part], part_grads, update, lr)
+
+
 # =====================================================================================================================
 # Layers: rotary positions, attention that stays inside its segment, squared-ReLU MLP, and the loss.
 # =====================================================================================================================
 
+ROTARY_BASE = 10_000.0
 SOFTCAP, SHIFT, WIDTH = 23.0, 5.0, 7.5  # logits become SOFTCAP * sigmoid((logit + SHIFT) / WIDTH), as in recent speedrun records
 
 
@@ -650,7 +1480,7 @@ def rotary_table(config: Config, stage: int) -> Tensor:
     of the product as its root.
     """
     head_dim = config.model_dim // config.heads
-    frequency = config.rotary_base ** -(torch.arange(0, head_dim, 2) / head_dim)
+    frequency = ROTARY_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
     windows, sharper = [stage.windows[1] for stage in config.stage_list[:stage + 1]], 1.0
     for old, new in zip(windows, windows[1:]):
         turns = old * frequency / (2 * math.pi)
@@ -732,15 +1562,17 @@ class Block(nn.Module):
         self.attn_out = nn.Parameter(torch.zeros(dim, dim))
         self.mlp_up = nn.Parameter(torch.empty(4 * dim, dim))
         self.mlp_down = nn.Parameter(torch.zeros(4 * dim, dim))
-        if config.attn_gate:
-            self.attn_gate = nn.Parameter(torch.zeros(config.heads, GATE_DIM))
+        self.attn_gate = nn.Parameter(torch.zeros(config.heads, GATE_DIM))
         if index in config.value_embeds:
             self.value_gate = nn.Parameter(torch.zeros(config.heads, GATE_DIM))
 
     def forward(self, x: Tensor, mask: Tensor | BlockMask, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
         x = x + self.attention(RMSNorm.apply(x), mask, rotary, value_embed)
-        hidden = SquaredReLU.apply(F.linear(RMSNorm.apply(x), self.mlp_up.to(x.dtype)))
-        return x + hidden @ self.mlp_down.to(x.dtype)
+        return x + self.mlp(RMSNorm.apply(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """A seam."""
+        return SquaredReLU.apply(F.linear(x, self.mlp_up.to(x.dtype))) @ self.mlp_down.to(x.dtype)
 
     def attention(self, x: Tensor, mask: Tensor | BlockMask, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
         batch, length, dim = x.shape
@@ -751,43 +1583,28 @@ class Block(nn.Module):
         v = v.squeeze(0)
         if value_embed is not None:
             v = v + gate(x, self.value_gate) * value_embed.view(batch, length, self.heads, -1).transpose(1, 2)
-        y = attend(q, k, v, mask)
-        if hasattr(self, "attn_gate"):
-            y = y * gate(x, self.attn_gate)
+        y = attend(q, k, v, mask) * gate(x, self.attn_gate)
         return F.linear(y.transpose(1, 2).reshape(batch, length, dim), self.attn_out.to(x.dtype))
 
 
-def float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in float8 e4m3 and the float32 scale that gives it back: its largest magnitude becomes the type's, 448."""
-    scale = x.abs().amax().float().clamp(min=1e-12) / 448
-    return (x / scale).to(torch.float8_e4m3fn), scale
-
-
-def squashed_logits(x: Tensor, head: Tensor, head8: tuple[Tensor, Tensor] | None) -> Tensor:
-    """x [T, D], head [V, D] in one type -> float32 [T, V] between 0 and 1: logits before SOFTCAP. With head8 a product of float8."""
-    if head8:
-        x8, scale = float8(x)
-        logits = F.scaled_mm(x8, head8[0].mT, scale / WIDTH, ScalingType.TensorWise, head8[1], ScalingType.TensorWise, output_dtype=x.dtype)
-    else:
-        logits = F.linear(x / WIDTH, head)
-    return logits.float().add_(SHIFT / WIDTH).sigmoid_()
+def squashed_logits(x: Tensor, head: Tensor) -> Tensor:
+    """x [T, D], head [V, D] in one type -> float32 [T, V] between 0 and 1: logits before SOFTCAP."""
+    return F.linear(x / WIDTH, head).float().add_(SHIFT / WIDTH).sigmoid_()
 
 
 class SoftcappedLoss(torch.autograd.Function):
     """Head, softcap and cross-entropy in chunks of tokens, gradients made in the same pass; logits never exist whole.
 
-    x [T, D], weight float32 [V, D], targets int64 [T] (-1: no loss) -> float32 sum of the losses in nats. With `fp8` the product that
-    makes the logits is one of float8, each factor scaled by its largest entry.
+    x [T, D], weight float32 [V, D], targets int64 [T] (-1: no loss) -> float32 sum of the losses in nats.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, fp8: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
         loss, head, training = torch.zeros((), device=x.device), weight.to(x.dtype), ctx.needs_input_grad[0]
         x_grad, weight_grad = (torch.empty_like(x), torch.zeros_like(weight)) if training else (None, None)
-        head8 = float8(head) if fp8 else None
         for low in range(0, len(x), chunk):
             part, target = x[low:low + chunk], targets[low:low + chunk, None]
-            capped = squashed_logits(part, head, head8)
+            capped = squashed_logits(part, head)
             probability = (capped * SOFTCAP).softmax(-1)
             index, counted = target.clamp(min=0), (target >= 0).to(x.dtype)
             loss -= (probability.gather(1, index).log() * counted).sum()
@@ -804,7 +1621,7 @@ class SoftcappedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_grad: Tensor):
         x_grad, weight_grad = ctx.saved_tensors
-        return x_grad * loss_grad.to(x_grad.dtype), weight_grad * loss_grad, None, None, None
+        return x_grad * loss_grad.to(x_grad.dtype), weight_grad * loss_grad, None, None
 
 
 # =====================================================================================================================
@@ -816,65 +1633,49 @@ EMBED_STD = 0.05  # small, so that Adam turns embeddings soon (a norm follows), 
 
 
 class GPT(nn.Module):
-    """Computes in `dtype` with float32 parameters. All weights depend on `seed` alone, not on device or rank."""
+    """Computes in `dtype` with float32 parameters. All weights depend on `seed` alone, not on device or rank.
+
+    Its seams: `block`, the class of a block (with its MLP), `rules`, add_memory, and loss.
+    """
+    block = Block
 
     def __init__(self, config: Config, vocab_size: int):
         super().__init__()
         self.config, self.dtype = config, getattr(torch, config.dtype)
         padded_vocab = -(-vocab_size // 64) * 64  # matrix units like round sizes; no target ever names the padding
         self.embed = nn.Parameter(torch.empty(padded_vocab, config.model_dim))
-        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
+        self.blocks = nn.ModuleList(self.block(config, i) for i in range(config.layers))
         self.head = nn.Parameter(torch.zeros(padded_vocab, config.model_dim))
         self.embed_scales = nn.Parameter(torch.zeros(config.layers))
-        if config.smear:
-            self.smear_gate = nn.Parameter(torch.zeros(1, GATE_DIM))
-            self.smear_scales = nn.Parameter(torch.zeros(1))
+        self.smear_gate = nn.Parameter(torch.zeros(1, GATE_DIM))
+        self.smear_scales = nn.Parameter(torch.zeros(1))
         if config.skips:
             self.skip_scales = nn.Parameter(torch.full((config.layers // 2,), SKIP_INIT))
         if config.value_embeds:
             self.value_embeds = nn.ParameterList(torch.zeros(padded_vocab, config.model_dim) for _ in config.value_embeds)
         if config.ngram_rows:
-            self.ngram_scales = nn.Parameter(torch.full((len(config.memory_layers),), 0.05))
-            if config.ngram_gate == "context":
-                self.ngram_keys = nn.Parameter(torch.empty(len(config.memory_layers), config.model_dim, config.ngram_dim))
-                self.ngram_values = nn.Parameter(torch.empty_like(self.ngram_keys))
-        if not self.embed.is_meta:
-            self.init_weights(torch.Generator().manual_seed(config.seed))
+            self.ngram_scales = nn.Parameter(torch.full((config.layers,), 0.05))
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
+        """Draw what does not start at zero or a constant."""
         self.embed.normal_(std=EMBED_STD, generator=generator)
         bound = (3 / self.config.model_dim) ** 0.5  # uniform of standard deviation 1 / sqrt(model_dim)
         for block in self.blocks:
             block.qkv.uniform_(-bound, bound, generator=generator)
             block.mlp_up.uniform_(-bound, bound, generator=generator)
-        if self.config.ngram_rows and self.config.ngram_gate == "context":
-            bound = (3 / self.config.ngram_dim) ** 0.5
-            self.ngram_keys.uniform_(-bound, bound, generator=generator)
-            self.ngram_values.uniform_(-bound, bound, generator=generator)
 
-    def take_in(self, x: Tensor, memory: Tensor, k: int) -> Tensor:
-        """Add the memory to the stream, as the k-th of the blocks that do.
-
-        scale: a trained number times it. context (Engram, arXiv:2601.07372): the number times
-        sigmoid(RMSNorm(x) . RMSNorm(W_K e) / sqrt(d)) W_V e, so that a row which does not fit where it is read stays out.
-        """
-        scale = self.ngram_scales[k].to(x.dtype)
-        if self.config.ngram_gate == "scale":
-            return torch.addcmul(x, memory, scale)
-        key, value = (F.linear(memory, weight[k].to(x.dtype)) for weight in (self.ngram_keys, self.ngram_values))
-        fit = (RMSNorm.apply(x) * RMSNorm.apply(key)).sum(-1, keepdim=True) * x.shape[-1] ** -0.5
-        return x + scale * torch.sigmoid(fit) * value
+    def add_memory(self, x: Tensor, memory: Tensor, i: int) -> Tensor:
+        """What block i takes in: x + the memory times a trained number, both [B, L, model_dim], the memory zero from ngram_dim on."""
+        return torch.addcmul(x, memory, self.ngram_scales[i].to(x.dtype))
 
     def hidden(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, masks: tuple, rotary: Tensor) -> Tensor:
         """tokens int64 [B, L], starts bool [B, L], masks (short, long), memory [B, L, ngram_dim] -> [B, L, model_dim]."""
-        x = first = RMSNorm.apply(F.embedding(tokens, self.embed).to(self.dtype))
+        x = RMSNorm.apply(F.embedding(tokens, self.embed).to(self.dtype))
+        previous = F.pad(x[:, :-1], (0, 0, 1, 0)).masked_fill(starts[..., None], 0)
+        x = first = x + self.smear_scales.to(x.dtype) * gate(x, self.smear_gate).squeeze(1) * previous
         if memory is not None:
-            wider = x.shape[-1] - memory.shape[-1] if self.config.ngram_gate == "scale" else 0
-            memory = F.pad(memory.to(x.dtype), (0, wider))
-        if self.config.smear:
-            previous = F.pad(x[:, :-1], (0, 0, 1, 0)).masked_fill(starts[..., None], 0)
-            x = first = x + self.smear_scales.to(x.dtype) * gate(x, self.smear_gate).squeeze(1) * previous
+            memory = F.pad(memory.to(x.dtype), (0, self.config.model_dim - memory.shape[-1]))
         early = []
         for i, block in enumerate(self.blocks):
             mirror = self.config.layers - 1 - i
@@ -886,8 +1687,8 @@ class GPT(nn.Module):
             if i in self.config.value_embeds:
                 value_embed = F.embedding(tokens, self.value_embeds[self.config.value_embeds.index(i)]).to(x.dtype)
             x = torch.addcmul(x, first, self.embed_scales[i].to(x.dtype))
-            if memory is not None and i in self.config.memory_layers:
-                x = self.take_in(x, memory, self.config.memory_layers.index(i))
+            if memory is not None:
+                x = self.add_memory(x, memory, i)
             x = block(x, masks[is_long(i, self.config.layers)], rotary, value_embed)
         return RMSNorm.apply(x)
 
@@ -895,17 +1696,27 @@ class GPT(nn.Module):
                 tied: bool) -> Tensor:
         """Float32 sum of the losses, in nats, over the positions whose target int64 [B, L] is not -1."""
         x = self.hidden(tokens, starts, memory, masks, rotary)
-        head = self.embed if tied else self.head
-        return SoftcappedLoss.apply(x.flatten(0, 1), head, targets.flatten(), self.config.head_chunk_tokens, self.config.fp8_head)
+        return self.loss(x.flatten(0, 1), self.embed if tied else self.head, targets.flatten())
 
-    def scores(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor, masks: tuple, rotary: Tensor, tied: bool) -> Tensor:
-        """float32 [2, B * L]: each position's loss in nats, and 1 where the likeliest token is the target."""
-        x, head = self.hidden(tokens, starts, memory, masks, rotary).flatten(0, 1), (self.embed if tied else self.head).to(self.dtype)
-        parts, chunk, head8 = [], self.config.head_chunk_tokens, float8(head) if self.config.fp8_head else None
-        for part, target in zip(x.split(chunk), targets.flatten().split(chunk)):
-            logits = SOFTCAP * squashed_logits(part, head, head8)
-            parts.append(torch.stack((F.cross_entropy(logits, target, reduction="none", ignore_index=-1), logits.argmax(-1) == target)))
-        return torch.cat(parts, dim=1)
+    def loss(self, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        return SoftcappedLoss.apply(x, head, targets, self.config.head_chunk_tokens)
+
+    def flops_per_token(self, windows: tuple[int, int]) -> int:
+        """Multiplications and additions of one token's forward and backward pass: three times two for each weight of a product, and
+        for each position that attention sees (on average over a row without document borders)."""
+        config, seen = self.config, 0.0
+        products = 12 * config.layers * config.model_dim**2 + self.head.numel()
+        for i in range(config.layers):
+            window = min(windows[is_long(i, config.layers)], config.seq_len)
+            seen += window - window * (window - 1) / 2 / config.seq_len
+        return int(6 * (products + 2 * config.model_dim * seen))
+
+
+def build_model(config: Config, vocab_size: int, model_class=GPT) -> GPT:
+    """The model on the CPU with the weights of its seed."""
+    model = model_class(config, vocab_size)
+    model.init_weights(torch.Generator().manual_seed(config.seed))
+    return model
 
 
 # =====================================================================================================================
@@ -935,16 +1746,15 @@ def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, row_moment: Te
                 wd: float, dtype: torch.dtype = torch.float32) -> None:
     """Muon with Nesterov momentum on a stack [N, a, b], in place; lr is scaled by sqrt(a / b) for tall matrices.
 
-    With beta2, NorMuon (arXiv:2510.05491): rows are divided by the root of their running mean square, row_moment [N, a, 1], the
-    norm of the whole kept. Decay acts only where update and weight have the same sign.
+    NorMuon (arXiv:2510.05491): rows are divided by the root of their running mean square, row_moment [N, a, 1], the norm of the
+    whole kept. Decay acts only where update and weight have the same sign.
     """
     momentum.lerp_(grads, 1 - beta)
     change = orthogonalize(grads.lerp(momentum, beta), dtype).float()
-    if beta2:
-        norm = change.norm(dim=(-2, -1), keepdim=True)
-        row_moment.lerp_(change.square().mean(-1, keepdim=True), 1 - beta2)
-        change = change / (row_moment.sqrt() + ADAM_EPS)
-        change *= norm / (change.norm(dim=(-2, -1), keepdim=True) + ADAM_EPS)
+    norm = change.norm(dim=(-2, -1), keepdim=True)
+    row_moment.lerp_(change.square().mean(-1, keepdim=True), 1 - beta2)
+    change = change / (row_moment.sqrt() + ADAM_EPS)
+    change *= norm / (change.norm(dim=(-2, -1), keepdim=True) + ADAM_EPS)
     if wd:
         change.addcmul_((change * weights).gt_(0), weights, value=wd)
     weights.sub_(change, alpha=lr * max(1.0, weights.shape[-2] / weights.shape[-1]) ** 0.5)
@@ -959,7 +1769,7 @@ def adam_update(weights: Tensor, grads: Tensor, first: Tensor, second: Tensor, u
 
 
 # =====================================================================================================================
-# Optimizer and its communication: parameters live in flat buffers; each rank updates its share of each buffer.
+# Optimizer and its communication: parameters live in flat buffers; each rank updates its part of each buffer.
 # =====================================================================================================================
 
 @dataclass(frozen=True)
@@ -968,33 +1778,35 @@ class Rule:
     wd: float = 1.0  # multiplies weight_decay
 
 
-RULES = {  # parameter name pattern -> rule; exactly one must match each parameter
+RULES = {  # parameter name pattern -> rule; exactly one must match each parameter (of a variant: GPT.rules)
     "blocks.*.qkv": Rule("muon"),
     "blocks.*.attn_out": Rule("muon"),
     "blocks.*.mlp_*": Rule("muon"),
     "embed": Rule("adam"),
     "head": Rule("adam"),
     "value_embeds.*": Rule("adam"),
-    "ngram_keys": Rule("muon"),
-    "ngram_values": Rule("muon"),
     "*_gate": Rule("adam", wd=0.0),
     "*_scales": Rule("adam", wd=0.0),
 }
 
 
+GPT.rules = RULES
+MUON_MOMENTUM, MUON_MOMENTUM_STEPS = (0.85, 0.95), 300  # Nesterov momentum at the first step, and that reached after so many
+MUON_BETA2 = 0.95  # NorMuon: decay of the second moment of each row of an update
+ADAM_BETAS = (0.8, 0.95)
 MOMENTS = {"muon": ("momentum", "row_moment"), "adam": ("first_moment", "second_moment")}  # what each kind of rule keeps of a parameter
 
 
-def rule_of(name: str) -> tuple[str, Rule]:
-    matching = [(pattern, rule) for pattern, rule in RULES.items() if fnmatch.fnmatchcase(name, pattern)]
+def rule_of(name: str, rules: dict[str, Rule] = RULES) -> tuple[str, Rule]:
+    matching = [(pattern, rule) for pattern, rule in rules.items() if fnmatch.fnmatchcase(name, pattern)]
     assert len(matching) == 1, f"parameter {name}: expected exactly one rule, found {[pattern for pattern, _ in matching]}"
     return matching[0]
 
 
 class Bucket:
-    """Parameters that one rule updates together, as views into one flat buffer cut into equal shares of the ranks.
+    """Parameters that one rule updates together, as views into one flat buffer cut into equal parts of the ranks.
 
-    Muon's buckets hold matrices of one shape; a share is then a whole number of matrices, the last ones padding.
+    Muon's buckets hold matrices of one shape; a part is then a whole number of matrices, the last ones padding.
     """
 
     def __init__(self, rule: Rule, params: dict[str, nn.Parameter], world: World):
@@ -1002,17 +1814,17 @@ class Bucket:
         self.shapes = {name: p.shape for name, p in params.items()}
         unit = next(iter(self.shapes.values()))[-2:] if rule.kind == "muon" else ()
         size = sum(p.numel() for p in params.values()) // math.prod(unit)
-        self.share_shape = (-(-size // world.size), *unit)
-        self.share_size = math.prod(self.share_shape)
-        self.weights = torch.zeros(world.size * self.share_size, device=world.device)
+        self.local_shape = (-(-size // world.size), *unit)
+        self.local_size = math.prod(self.local_shape)
+        self.weights = torch.zeros(world.size * self.local_size, device=world.device)
         self.grads = torch.zeros_like(self.weights)
         for attribute, flat in (("data", self.weights), ("grad", self.grads)):
             for name, view in self.by_name(flat).items():
                 if attribute == "data":
                     view.copy_(params[name].data)
                 setattr(params[name], attribute, view)
-        by_row = (*self.share_shape[:-1], 1)
-        self.moments = {kind: self.weights.new_zeros(by_row if kind == "row_moment" else self.share_shape) for kind in MOMENTS[rule.kind]}
+        by_row = (*self.local_shape[:-1], 1)
+        self.moments = {kind: self.weights.new_zeros(by_row if kind == "row_moment" else self.local_shape) for kind in MOMENTS[rule.kind]}
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters' parts of a flat buffer, as views of their shapes, or with one number a row."""
@@ -1022,20 +1834,20 @@ class Bucket:
         parts = flat[:sum(sizes)].split(sizes)
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
-    def share(self, flat: Tensor) -> Tensor:
-        return flat[self.world.rank * self.share_size:][:self.share_size].view(self.share_shape)
+    def local(self, flat: Tensor) -> Tensor:
+        return flat[self.world.rank * self.local_size:][:self.local_size].view(self.local_shape)
 
     def start_reduce(self) -> dist.Work | None:
-        """Begin to sum the gradients over ranks; each rank receives its share, in `summed`. One rank has nothing to send."""
+        """Begin to sum the gradients over ranks; each rank receives its part, in `summed`. One rank has nothing to send."""
         if self.world.size == 1:
-            self.summed = self.share(self.grads)
+            self.summed = self.local(self.grads)
             return None
-        self.summed = self.weights.new_empty(self.share_shape)
+        self.summed = self.weights.new_empty(self.local_shape)
         return dist.reduce_scatter_single(self.summed.view(-1), self.grads, async_op=True)
 
     def start_gather(self) -> dist.Work | None:
-        """Begin to give every rank the updated shares of all."""
-        return None if self.world.size == 1 else dist.all_gather_single(self.weights, self.share(self.weights).flatten().clone(), async_op=True)
+        """Begin to give every rank the updated parts of all."""
+        return None if self.world.size == 1 else dist.all_gather_single(self.weights, self.local(self.weights).flatten().clone(), async_op=True)
 
 
 class Optimizer:
@@ -1045,7 +1857,7 @@ class Optimizer:
         self.config = config
         groups = {}
         for name, p in model.named_parameters():
-            pattern, rule = rule_of(name)
+            pattern, rule = rule_of(name, model.rules)
             key = (p.shape[-2:] if rule.kind == "muon" else pattern)
             groups.setdefault((rule, key), {})[name] = p
         self.buckets = [Bucket(rule, params, world) for (rule, _), params in groups.items()]
@@ -1061,14 +1873,13 @@ class Optimizer:
         for bucket, reduction in zip(buckets, reductions):
             if reduction:
                 reduction.wait()
-            weights, grads = bucket.share(bucket.weights), bucket.summed.div_(batch_tokens)
+            weights, grads = bucket.local(bucket.weights), bucket.summed.div_(batch_tokens)
             wd = config.weight_decay * bucket.rule.wd
             if bucket.rule.kind == "muon":
                 muon_update(weights, grads, *bucket.moments.values(), config.muon_lr * scale, momentum,
-                            config.muon_beta2, wd, getattr(torch, config.dtype))
+                            MUON_BETA2, wd, getattr(torch, config.dtype))
             else:
-                adam_update(weights, grads, *bucket.moments.values(), self.updates, config.adam_lr * scale,
-                            config.adam_beta1, config.adam_beta2, wd)
+                adam_update(weights, grads, *bucket.moments.values(), self.updates, config.adam_lr * scale, *ADAM_BETAS, wd)
             gathers.append(bucket.start_gather())
             bucket.grads.zero_()
         for gather in filter(None, gathers):
@@ -1082,18 +1893,23 @@ class Optimizer:
         for kind in embed.moments:
             head.moments[kind].copy_(embed.moments[kind])
 
-    def tensors(self) -> list[Tensor]:
-        """Everything that a step changes but the count of updates."""
-        return [t for bucket in self.buckets for t in (bucket.weights, *bucket.moments.values())]
+    @torch.no_grad()
+    def restart(self, model: GPT, initial: GPT) -> None:
+        """Take the weights of a model that has not been trained; no moments, no updates."""
+        self.updates = 0
+        for p, fresh in zip(model.parameters(), initial.parameters(), strict=True):
+            p.copy_(fresh)
+        for moment in (moment for bucket in self.buckets for moment in bucket.moments.values()):
+            moment.zero_()
 
     def saved(self) -> dict[str, dict[str, Tensor]]:
         """"weights" and each kind of moment -> parameter name -> whole tensor on the CPU, on the main rank. A collective."""
         saved = {}
         for bucket in self.buckets:
-            for kind, share in {"weights": None, **bucket.moments}.items():
-                whole = bucket.weights if share is None else share.new_empty(bucket.world.size * share.numel())
-                if share is not None:
-                    dist.all_gather_single(whole, share.flatten())
+            for kind, local in {"weights": None, **bucket.moments}.items():
+                whole = bucket.weights if local is None else local.new_empty(bucket.world.size * local.numel())
+                if local is not None:
+                    dist.all_gather_single(whole, local.flatten())
                 if bucket.world.main:
                     saved.setdefault(kind, {}).update({name: part.to("cpu", copy=True) for name, part in bucket.by_name(whole).items()})
         return saved
@@ -1102,82 +1918,545 @@ class Optimizer:
         """Take what `saved` made, in a world of any size."""
         self.updates = updates
         for bucket in self.buckets:
-            for kind, share in {"weights": None, **bucket.moments}.items():
-                whole = bucket.weights if share is None else share.new_zeros(bucket.world.size * share.numel())
+            for kind, local in {"weights": None, **bucket.moments}.items():
+                whole = bucket.weights if local is None else local.new_zeros(bucket.world.size * local.numel())
                 for name, part in bucket.by_name(whole).items():
                     part.copy_(saved[kind][name])
-                if share is not None:
-                    share.copy_(whole.view(bucket.world.size, *share.shape)[bucket.world.rank])
+                if local is not None:
+                    local.copy_(whole.view(bucket.world.size, *local.shape)[bucket.world.rank])
 
 
 # =====================================================================================================================
 # Schedules: pure functions of the step.
 # =====================================================================================================================
 
+COOLDOWN = 0.6  # last fraction of the steps over which the learning rates fall to zero
+
+
 def lr_scale(step: int, config: Config) -> float:
-    """The stage's factor, times 1, then a straight line down to final_lr over the last `cooldown` of the steps."""
-    left = min(1.0, (1 - step / config.steps) / config.cooldown) if config.cooldown else 1.0
-    return config.stage(step).lr * (left + (1 - left) * config.final_lr)
+    """The stage's factor, times 1, then a straight line down to 0."""
+    return config.stage(step).lr * min(1.0, (1 - step / config.steps) / COOLDOWN)
 
 
 def muon_momentum(step: int, config: Config) -> float:
-    rise = step / max(1, config.muon_momentum_steps)
-    fall = (config.steps - step) / config.muon_momentum_cooldown if config.muon_momentum_cooldown else 1.0
-    return 0.85 + (config.muon_momentum - 0.85) * min(1.0, rise, fall)
-
-
-def cycle_steps(cycle: int, config: Config) -> range:
-    first = cycle * config.ngram_update_every
-    return range(first, min(first + config.ngram_update_every, config.steps))
+    """A straight line up, and at the end, over the last muon_momentum_cooldown steps, down again."""
+    (low, high), fall = MUON_MOMENTUM, 1.0
+    if config.muon_momentum_cooldown:
+        fall = (config.steps - step) / config.muon_momentum_cooldown
+    return low + (high - low) * min(1.0, step / MUON_MOMENTUM_STEPS, fall)
 
 
 # =====================================================================================================================
-# The plan of a run: what it will need, from the config alone (harness.py prints it and holds it against the machine).
+# The plan of a run: what it will need, worked out from the config alone, printed and held against the machine before anything is allocated.
 # =====================================================================================================================
 
-def flops_per_token(config: Config, vocab: int, windows: tuple[int, int]) -> int:
-    """Multiplications and additions of one token's forward and backward pass: three times two for each weight of a product, and
-    for each position that attention sees (on average over a row without document borders)."""
-    products = 12 * config.layers * config.model_dim**2 + vocab * config.model_dim
-    if config.ngram_rows and config.ngram_gate == "context":
-        products += 2 * len(config.memory_layers) * config.model_dim * config.ngram_dim
-    seen = 0.0
-    for i in range(config.layers):
-        window = min(windows[is_long(i, config.layers)], config.seq_len)
-        seen += window - window * (window - 1) / 2 / config.seq_len
-    return int(6 * (products + 2 * config.model_dim * seen))
+class Gpu(NamedTuple):
+    tflops: float  # dense bfloat16 products; from the makers' data sheets, as all here
+    link_gbs: float  # GB/s to the other GPUs, each way: NVLink, or PCIe 4.0 x16
 
 
-def make_plan(config: Config, world: World, vocab_size: int, tokens_on_disk: int) -> dict:
-    """The plan of a run as a flat dict (harness.plan_bytes), from the config and the numbers of the model's parameters."""
+GPUS = {"H200": Gpu(989, 450), "H100": Gpu(989, 450), "A100": Gpu(312, 300), "L40": Gpu(181, 32), "4090": Gpu(165, 32)}
+
+
+def find_gpu(config: Config, world: World) -> Gpu | None:
+    """The one that --gpu names, or that is there; None where nobody knows it."""
+    here = world.device.type == "cuda" and torch.cuda.is_available()
+    name = config.gpu or (torch.cuda.get_device_name(world.device) if here else "")
+    return next((gpu for part, gpu in GPUS.items() if part in name), None)
+
+
+def make_plan(config: Config, world: World, vocab_size: int, tokens_on_disk: int, model_class=GPT) -> dict:
+    """Parameters, tokens, bytes a rank by kind (estimates from above), exchange a step, and the times below which a step of the last stage
+    cannot be, as a flat dict. "host_" marks what lies in host memory beside a GPU."""
+    size, activation = world.size, getattr(torch, config.dtype).itemsize
     with torch.device("meta"):
-        model = GPT(config, vocab_size)
-    moments = sum(p.numel() * (1 if rule_of(name)[1].kind == "muon" else 2) for name, p in model.named_parameters())
-    vocab = model.head.shape[0]
-    return plan_bytes(config, world, sum(p.numel() for p in model.parameters()), moments, vocab,
-                      flops_per_token(config, vocab, config.stage_list[-1].windows), tokens_on_disk)
+        model = model_class(config, vocab_size)
+    parameters = sum(p.numel() for p in model.parameters())
+    moments = sum(p.numel() * (1 if rule_of(name, model.rules)[1].kind == "muon" else 2) for name, p in model.named_parameters())
+    stage, micro_tokens = config.stage_list[-1], config.most_micro_rows(size) * config.seq_len
+    per_token = config.layers * (22 * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
+    plan = {
+        "dense_parameters": parameters, "table_parameters": config.ngram_rows * config.ngram_row_dim,
+        "train_tokens_needed": config.tokens_before(config.steps) + 1, "train_tokens_on_disk": tokens_on_disk,
+        "weights_and_gradients_bytes": 8 * parameters, "optimizer_bytes": 4 * (moments + parameters) // size,
+        "activations_bytes": micro_tokens * per_token * activation,
+        "logits_bytes": 3 * 4 * min(config.head_chunk_tokens, micro_tokens) * model.head.shape[0],
+        "dense_exchange_bytes_per_step": 2 * 4 * parameters * (size - 1) // size, "flops_per_token": model.flops_per_token(stage.windows),
+    }
+    if config.ngram_rows:
+        plan |= table_plan(config, world, tokens_on_disk)
+    if gpu := find_gpu(config, world):
+        sent = sum(value for name, value in plan.items() if name.endswith("exchange_bytes_per_step"))
+        plan["least_compute_ms_per_step"] = round(1e-9 * plan["flops_per_token"] * stage.batch_tokens / size / gpu.tflops, 3)
+        plan["least_exchange_ms_per_step"] = round(1e-6 * sent / gpu.link_gbs, 3)
+    for place in ("", "host_"):
+        if parts := plan_parts(plan, place):
+            plan[f"{place}bytes_per_rank"] = sum(plan[name] for name in parts)
+    return plan
 
 
-def plan_for(config: Config) -> list[str]:
+def plan_parts(plan: dict, place: str) -> list[str]:
+    """What a plan counts on the device (place "") or, beside a GPU, in host memory ("host_")."""
+    return [name for name in plan if name.endswith("_bytes") and name.startswith("host_") == bool(place)]
+
+
+def table_plan(config: Config, world: World, tokens_on_disk: int) -> dict:
+    """The table's part of the plan. In host memory rows and state count only as far as the run can touch them."""
+    size, reads, dim, state = world.size, len(config.channels), config.ngram_row_dim, 8
+    shard, row = -(-config.ngram_rows // size), dim * getattr(torch, config.ngram_dtype).itemsize
+    cycle_reads = -(-config.batch_tokens // config.seq_len // size) * config.seq_len * config.ngram_update_every * reads
+    cycle_rows = min(config.ngram_rows, cycle_reads)
+    rows_bytes, state_bytes = shard * row, shard * state
+    apart = config.ngram_device == "cpu"  # in the hands of HostRows
+    if world.device.type == "cpu" or apart:
+        tokens = min(config.tokens_before(config.steps), tokens_on_disk or math.inf)
+        touched = min(shard, tokens * reads * 5 // 4 // size)  # hashes load the owners evenly, but not exactly
+        rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # a row's first and last page hold others' bytes too
+        state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
+    host = "host_" if apart and world.device.type != "cpu" else ""
+    return {
+        f"{host}table_rows_bytes": rows_bytes, f"{host}table_state_bytes": state_bytes,
+        **({f"{host}staging_bytes": 2 * STAGING_BYTES, "table_parts_bytes": 2 * STAGING_BYTES} if apart else {}),  # and their other ends
+        "table_cache_bytes": 2 * cycle_rows * row * ((size > 1) + apart) * (9 if apart else 8) // 8,  # the brought rows' sizes are rounded up
+        "table_gradients_bytes": (1 + (size > 1) + apart) * 4 * cycle_rows * dim, "sign_pool_bytes": max(1, config.ngram_signs) * dim,
+        "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
+        "table_exchange_bytes_per_step": cycle_rows * (size - 1) // size * (row + 4 * dim + 8) // config.ngram_update_every,
+    }
+
+
+def plan_lines(plan: dict, config: Config, world: World) -> list[str]:
+    lines = [f"plan for {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"]
+    for name, value in plan.items():
+        shown = f"{value / 2**20:,.1f} MiB" if "bytes" in name else f"{value:,}"
+        lines.append(f"  {re.sub('_bytes(?=$|_per_step)', '', name).replace('_', ' '):<30}{shown:>20}{' a rank' * name.endswith('_bytes')}")
+    if len(config.channels) > len(config.ngram_orders) and config.ngram_rows:
+        lines += [f"  order {c.order}: rows {c.low:,} to {c.high - 1:,}, modulus {c.modulus:,}, multipliers {c.row_factors}, of signs "
+                  f"{c.sign_factors}" for c in config.channels]
+    return lines
+
+
+def plan_elsewhere(config: Config, model_class) -> list[str]:
     """The plan for --ranks, none of which need be here, nor the tokens: they are GPT-2's then."""
     world, vocab_size, tokens = World(0, config.ranks, config.ranks, torch.device(config.device), None, None), GPT2_VOCAB_SIZE, 0
     with suppress(UserError):
         dataset = open_dataset(config)
         vocab_size, tokens = dataset.vocab_size, dataset.train.num_tokens
-    return plan_lines(make_plan(config, world, vocab_size, tokens), world)
+    return plan_lines(make_plan(config, world, vocab_size, tokens, model_class), config, world)
+
+
+def available_bytes(world: World, place: str) -> int:
+    """Memory that one rank may still take: free on its GPU, or its part of what is available on the host (for the CPU, or "host_")."""
+    if world.device.type == "cuda" and not place:
+        return torch.cuda.mem_get_info(world.device)[0]
+    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if meminfo.exists():
+        available = int(re.search(r"MemAvailable:\s*(\d+)", meminfo.read_text())[1]) << 10
+    if (cgroup / "memory.max").exists() and (cgroup / "memory.max").read_text().strip() != "max":
+        cache = int(re.search(r"^inactive_file (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)[1])
+        used = int((cgroup / "memory.current").read_text()) - cache
+        available = min(available, int((cgroup / "memory.max").read_text()) - used)
+    return available // world.local_size
+
+
+def check_fits(plan: dict, world: World) -> None:
+    """Refuse a run that cannot fit, before it allocates, and name the flag that shrinks its largest part."""
+    remedies = {"table_rows": "--ngram_rows", "table_state": "--ngram_rows", "table_cache": "--batch_tokens",
+                "table_gradients": "--batch_tokens", "activations": "--micro_batch_tokens", "logits": "--head_chunk_tokens"}
+    for place in ("", "host_"):
+        needed, available = plan.get(f"{place}bytes_per_rank", 0), available_bytes(world, place)
+        if needed > available:
+            largest = max(plan_parts(plan, place), key=plan.get)
+            part = largest.removeprefix("host_").removesuffix("_bytes")
+            remedy = remedies.get(part, "--model_dim or --layers")
+            if part in ("table_rows", "table_state") and world.device.type == "cuda" and not place:
+                remedy += ", or keep the table in host memory with --ngram_device=cpu"
+            raise UserError(f"{place.replace('_', ' ')}memory: found {available / 2**30:.2f} GiB available to each of the {world.local_size} ranks "
+                            f"of this host, expected {needed / 2**30:.2f} GiB by the plan, of which {part} takes {plan[largest] / 2**30:.2f}; "
+                            f"lower {remedy} (see --dry_run)")
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep large freed blocks: mapping and clearing them anew takes longer than the arithmetic on them."""
+    if platform.libc_ver()[0] == "glibc":
+        M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 << 20)):
+            ctypes.CDLL(None).mallopt(option, value)
+
+
+# =====================================================================================================================
+# Log: one file a run, opened exclusively by rank 0; the sources beside it, once a folder, by their hashes. And the clocks.
+# =====================================================================================================================
+
+LOG_EVERY = 10  # steps between lines with the training loss
+
+
+def sources_of(*classes) -> dict[str, bytes]:
+    """File name -> content of the trainer, and of the variant that the classes come from."""
+    paths = dict.fromkeys([Path(__file__).resolve(), *(Path(inspect.getfile(c)).resolve() for c in classes)])
+    return {path.name: path.read_bytes() for path in paths}
+
+
+class RunLog:
+    """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0.
+
+    A log or a screen that takes no more lines (a full disk, a reader that has left) is warned of in the other, and ends no run.
+    """
+
+    def __init__(self, config: Config, world: World, data: dict, plan: dict, resumed: dict | None = None, sources: dict | None = None):
+        self.main, self.total, self.run_id = world.main, config.steps, ""
+        self.live, self.lost = sys.stdout.isatty(), set()
+        if not self.main:
+            return
+        self.run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
+        folder, sources = Path(config.out), sources or sources_of()
+        path, digests = folder / f"{self.run_id}.txt", {name: hashlib.sha256(source).hexdigest() for name, source in sources.items()}
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"--out={folder}: found a file, expected a folder for the log")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "x", encoding="utf-8", buffering=1)
+            for name, source in sources.items():
+                copy = folder / f"{Path(name).stem}_{digests[name][:16]}{Path(name).suffix}"
+                if not copy.exists():
+                    with written_whole(copy) as part:
+                        part.write_bytes(source)
+        except FileExistsError:
+            raise UserError(f"{path}: found a log of that name, expected none; choose another --run_id or --out") from None
+        except OSError as error:
+            raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another --out") from None
+        header = {"format": 1, "run_id": self.run_id, **run_header(config, world, data, plan), "sources": digests,
+                  "source_sha256": digests[Path(__file__).name]}
+        if resumed:
+            header["resumed"] = {key: resumed[key] for key in ("run_ids", "step")}
+        self.line("run:" + json.dumps(header), screen=False)
+        self.show(f"log {path}\n")
+
+    def line(self, text: str, screen: bool = True) -> None:
+        if self.main:
+            try:
+                self.file.write(text + "\n")  # what is not written waits for space
+            except OSError as error:
+                self.warn(self.file.name, error, lambda warning: print(warning, file=sys.stderr, flush=True))
+            if screen:
+                self.show(("\r\033[K" if self.live else "") + text + "\n")
+
+    def show(self, text: str) -> None:
+        if self.main:
+            try:
+                print(text, end="", flush=True)
+            except OSError as error:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that neither this nor the end of Python fails again
+                self.warn("standard output", error, functools.partial(self.line, screen=False))
+
+    def warn(self, what: str, error: OSError, say) -> None:
+        if what not in self.lost:
+            self.lost.add(what)
+            with suppress(OSError):
+                say(f"warning: {what}: found {error.strerror}, expected to write there; training continues")
+
+    def step(self, step: int, train_time_s: float, key: str, loss: float, **more) -> None:
+        average = train_time_s / step if step else math.nan
+        extra = "".join(f" {name}:{value}" for name, value in more.items())
+        self.line(f"step:{step}/{self.total} {key}:{loss:.5f} train_time:{1e3 * train_time_s:.0f}ms "
+                  f"step_avg:{1e3 * average:.2f}ms{extra}", screen=key == "val_loss" or not self.live)
+
+    def progress(self, step: int, loss: float, tokens_per_s: float, left_s: float) -> None:
+        if self.live:
+            self.show(f"\r\033[Kstep {step}/{self.total}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
+                      f"{left_s // 60:.0f}:{left_s % 60:02.0f} left")
+
+
+def run_header(config: Config, world: World, data: dict, plan: dict) -> dict:
+    """What made the run, for the log's first line."""
+    def git(*arguments) -> str | None:
+        try:
+            command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
+            return None
+
+    cuda, changes = world.device.type == "cuda", git("status", "--porcelain")
+    return {
+        "date": datetime.now().isoformat(timespec="seconds"), "config": asdict(config), "seed": config.seed, "world_size": world.size,
+        "device_name": torch.cuda.get_device_name(world.device) if cuda else "cpu", "cpu_name": cpu_name(),
+        "cpu_threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+        "git_commit": git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes),
+        "data": {name: data[name] for name in ("train", "val", "vocab_size")}, "target_loss": config.target_loss, "clock": "train-only", "plan": plan,
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+class Clock:
+    """Seconds of training alone: runs only between start() and stop(), which wait for the device."""
+
+    def __init__(self, world: World, total: float = 0.0):
+        self.total, self.began = total, None
+        self.wait = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
+
+    def start(self) -> None:
+        self.wait()
+        dist.barrier()
+        self.began = time.perf_counter()
+
+    def stop(self) -> None:
+        self.wait()
+        self.total, self.began = self.seconds(), None
+
+    def seconds(self) -> float:
+        return self.total + (time.perf_counter() - self.began if self.began is not None else 0.0)
+
+
+class Stopwatch:
+    """Seconds that this thread spends inside `with` blocks: on a GPU those of waiting, not those of the work it is given."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *_) -> None:
+        self.seconds += time.perf_counter() - self.began
+
+
+class LossReader:
+    """Reads each step's loss back two steps after it was made, so that a GPU never waits; logs it, and ends a run that diverged.
+
+    What train_step returns is equal on all ranks, so all stop at the same step, for a bad loss or because one was asked to.
+    """
+
+    def __init__(self, world: World, log: RunLog):
+        self.cuda, self.log, self.pending, self.stop = world.device.type == "cuda", log, deque(), False
+
+    def push(self, done: int, sums: Tensor, train_time_s: float, tokens_per_s: float) -> None:
+        event = None
+        if self.cuda:
+            sums = torch.empty(2, pin_memory=True).copy_(sums, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self.pending.append((done, sums, event, train_time_s, tokens_per_s))
+        self.read(lag=2 if self.cuda else 0)
+
+    def read(self, lag: int = 0) -> None:
+        while len(self.pending) > lag:
+            done, sums, event, seconds, rate = self.pending.popleft()
+            if event is not None:
+                event.synchronize()
+            loss, wishes = sums.tolist()
+            self.stop |= wishes > 0
+            if not math.isfinite(loss):
+                raise UserError(f"training loss: found {loss} after step {done - 1}, expected a finite number; lower the "
+                                f"learning rates (--muon_lr, --adam_lr, --ngram_lr)")
+            self.log.progress(done, loss, rate, (self.log.total - done) * seconds / done)
+            if done % LOG_EVERY == 0:
+                self.log.step(done, seconds, "train_loss", loss, tokens_per_s=round(rate))
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+# =====================================================================================================================
+# Checkpoints: a folder that is whole or not there, written where an update cycle ends. Parameters and moments by name (dense.pt, whole,
+# from rank 0), each rank's touched table rows (table*.pt), and manifest.json with their checksums. One run at a time holds the folder's lock.
+# =====================================================================================================================
+
+CHECKPOINT_FORMAT = 2
+
+
+@dataclass
+class Progress:
+    """Where a run stands, besides its tensors. The step alone gives schedules, stream position and table plans."""
+    step: int = 0
+    train_time_s: float = 0.0
+    met: tuple[int, float] | None = None  # step and training seconds at which the target was first met
+
+
+def variant_of(*classes) -> list[str]:
+    """What tells variants of the trainer apart: the file and the name of the classes that stand in for Config, GPT and NgramTable."""
+    return [f"{Path(inspect.getfile(c)).name}: {c.__name__}" for c in classes]
+
+
+def find_checkpoint(resume: str, out: str) -> Path:
+    """The folder that --resume means. Raises UserError."""
+    if resume != "latest":
+        return Path(resume)
+    latest = Path(out) / "checkpoints" / "latest"
+    if not latest.is_file():
+        raise UserError(f"{latest}: found no such file, expected it to name the latest checkpoint; name a checkpoint's folder with "
+                        f"--resume=PATH, or its run's --out")
+    name = latest.read_text(errors="replace").strip()
+    if not name.isprintable() or not (latest.parent / name / "manifest.json").is_file():
+        raise UserError(f"{latest}: found {name!r}, expected the name of a checkpoint beside it; name one with --resume=PATH")
+    return latest.parent / name
+
+
+def read_manifest(path: Path) -> dict:
+    """manifest.json of a checkpoint. Raises UserError where it is not there, damaged, or something else."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        digest = manifest.pop("sha256")
+    except OSError as error:
+        raise UserError(f"{path}/manifest.json: found {error.strerror}, expected a checkpoint's folder; see --resume") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        manifest, digest = {}, None
+    if digest != manifest_digest(manifest) or manifest.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(f"{path}/manifest.json: found something else or a damaged file, expected a checkpoint's manifest of format "
+                        f"{CHECKPOINT_FORMAT}; use an older checkpoint")
+    return manifest
+
+
+def manifest_digest(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def file_entry(path: Path) -> dict:
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def open_checkpoint(config: Config, data: dict, world: World, variant: list[str]) -> dict:
+    """The manifest of the checkpoint to resume, after a look at what it is of and whether its files are as they were written; each
+    rank reads its part of them. Raises UserError."""
+    path = Path(config.resume)
+    manifest = read_manifest(path)
+    if manifest["variant"] != variant:
+        raise UserError(f"{path}: found a checkpoint of {', '.join(manifest['variant'])}, expected one of {', '.join(variant)}; resume it "
+                        f"with the script that wrote it")
+    there, here = manifest["data"]["shards"], data["shards"]
+    if not (config.spread_rows or config.epochs > 1):  # the stream only grows where shards are added behind
+        here = here[:len(there)]
+    if here != there:
+        raise UserError(f"{config.data}: found another data set (train shards {', '.join(here)}), expected the one that {path} was trained "
+                        f"on ({', '.join(there)}); name its folder with --data")
+    for name, expected in list(manifest["files"].items())[world.rank::world.size]:
+        part = path / name
+        if not part.exists() or file_entry(part) != expected:
+            found = f"{part.stat().st_size} bytes, or a wrong checksum" if part.exists() else "no such file"
+            raise UserError(f"{part}: found {found}, expected {expected['bytes']} bytes as they were written; the checkpoint is damaged: "
+                            f"use an older one")
+    return manifest
+
+
+def write_tensors(path: Path, content: dict) -> dict:
+    """torch.save, down to the disk, of finite tensors by name. Returns the manifest's entry."""
+    for name, tensor in content.items():
+        tensors = tensor.values() if isinstance(tensor, dict) else [tensor]
+        if not all(t.isfinite().all() for t in tensors):
+            raise UserError(f"{path}: found {name} that are not finite, expected finite ones to save; lower the learning rates "
+                            f"(--new_rates allows that on resume of an older checkpoint)")
+    try:
+        with open(path, "xb") as file:
+            torch.save(content, file)
+        flush_to_disk(path)
+    except (OSError, RuntimeError) as error:  # torch makes its own of a failed write; the cause is behind it
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        raise UserError(f"{path}: found {getattr(cause, 'strerror', None) or cause}, expected to write a checkpoint there") from None
+    return {path.name: file_entry(path)}
+
+
+class Checkpoints:
+    """Writes a run's checkpoints to `out/checkpoints` and keeps the newest; run_ids are its own, last, and those it resumes."""
+
+    def __init__(self, config: Config, world: World, data: dict, run_ids: list[str], variant: list[str]):
+        self.config, self.world, self.folder = config, world, Path(config.out) / "checkpoints"
+        self.said = {"format": CHECKPOINT_FORMAT, "variant": variant, "run_ids": run_ids, "world_size": world.size, "torch": torch.__version__,
+                     "data": data, "config": asdict(config)}
+
+    def save(self, trainer: Trainer, progress: Progress) -> Path:
+        """Write a checkpoint and make it the latest. A collective; where it fails, all ranks raise UserError and nothing remains."""
+        world, path = self.world, self.folder / f"{self.said['run_ids'][-1]}_step{progress.step:06d}"
+        part = self.folder / f".{path.name}.part"
+        dense = trainer.optimizer.saved()
+        try:
+            together(world, lambda: world.main and self.sweep(part))
+            files = together(world, lambda: self.write_parts(part, trainer, dense))
+            gathered = [None] * world.size
+            dist.all_gather_object(gathered, files)
+            manifest = self.said | {**asdict(progress), "updates": trainer.optimizer.updates,
+                                    "table_updates": trainer.table.updates if trainer.table else 0,
+                                    "files": {name: entry for files in gathered for name, entry in files.items()}}
+            together(world, lambda: world.main and self.publish(part, path, manifest))
+        except UserError:
+            if world.main:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+        return path
+
+    def sweep(self, part: Path) -> None:
+        """Make an empty folder to write to, without what killed runs left: whoever holds the lock is alone."""
+        for left in self.folder.glob(".*.part"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        part.mkdir()
+
+    def write_parts(self, part: Path, trainer: Trainer, dense: dict) -> dict:
+        files = write_tensors(part / "dense.pt", dense) if self.world.main else {}
+        for i, rows in enumerate(trainer.table.saved_parts() if trainer.table else ()):
+            if len(rows["ids"]):
+                files |= write_tensors(part / f"table{self.world.rank:04d}_{i:04d}.pt", rows)
+        return files
+
+    def publish(self, part: Path, path: Path, manifest: dict) -> None:
+        (part / "manifest.json").write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}, indent=1))
+        flush_to_disk(part / "manifest.json"), flush_to_disk(part)
+        if path.exists():  # a run that resumed from an older checkpoint comes by again
+            self.remove(path)
+        part.rename(path)
+        with written_whole(self.folder / "latest") as latest:
+            latest.write_text(path.name)
+        older = [old for old in self.folder.iterdir() if self.is_mine(old.name) and old != path]
+        older.sort(key=lambda old: old.stat().st_mtime, reverse=True)
+        for old in older[self.config.checkpoint_keep - 1:]:
+            self.remove(old)
+
+    def is_mine(self, name: str) -> bool:
+        """Whether this is exactly the name of a checkpoint of the run or its predecessors; what a user made of one is the user's."""
+        run_id, _, step = name.rpartition("_step")
+        return run_id in self.said["run_ids"] and step.isdecimal()
+
+    def remove(self, path: Path) -> None:
+        """Under another name first, so that nothing half-removed looks whole."""
+        shutil.rmtree(path.rename(self.folder / f".{path.name}.removed.part"))
+
+
+def load_checkpoint(path: Path, manifest: dict, trainer: Trainer, data: dict) -> Progress:
+    """Give a trainer, of a world of any size, the state that a checkpoint holds. Its files have been checked."""
+    def read(name: str) -> dict:
+        return torch.load(path / name, map_location="cpu", mmap=True, weights_only=True)
+
+    trainer.optimizer.load(read("dense.pt"), manifest["updates"])
+    if trainer.table:
+        trainer.table.updates = manifest["table_updates"]
+        for name in manifest["files"]:
+            if name.startswith("table"):
+                trainer.table.load_part(read(name))
+    same_target = manifest["config"]["target_loss"] == trainer.config.target_loss and manifest["data"]["val"] == data["val"]
+    met = tuple(manifest["met"]) if manifest["met"] and same_target else None
+    return Progress(manifest["step"], manifest["train_time_s"], met)
 
 
 # =====================================================================================================================
 # Training, evaluation and sampling.
 # =====================================================================================================================
 
+WARMUP_STEPS = 2  # untimed, before the clock starts; all they change is put back
+
+
 class Trainer:
     """The parts of a run, and the step, evaluation and sample that they make together. Its methods are collectives."""
 
-    def __init__(self, config: Config, world: World, dataset: Dataset):
-        self.config, self.world, self.dataset = config, world, dataset
-        self.model = GPT(config, dataset.vocab_size).to(world.device)
-        self.table = NgramTable(config, world, dataset.classes) if config.ngram_rows else None
+    def __init__(self, config: Config, world: World, dataset: Dataset, model_class=GPT, table_class=NgramTable):
+        self.config, self.world, self.dataset, self.model_class = config, world, dataset, model_class
+        self.model = build_model(config, dataset.vocab_size, model_class).to(world.device)
+        self.table = table_class(config, world) if config.ngram_rows else None
         self.optimizer = Optimizer(self.model, config, world)
         # A graph for each stage, tied or not, trained or evaluated: more than the 8 that are allowed by default.
         compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, recompile_limit=64, isolate_recompiles=True)
@@ -1186,22 +2465,19 @@ class Trainer:
         self.flex = config.compile and world.device.type == "cuda"
         self.mask = compiled(attention_mask) if self.flex else attention_mask
         self.val = self.plan_evaluation()
-        self.fetched = self.table_grads = self.asked = None  # of the update cycle under way
-        self.table_time, self.host_time = TimeShare(world), TimeShare(world)
-        self.carried = None  # (cycle, row numbers, gradients) that a checkpoint in the middle of a cycle holds
+        self.fetched = self.table_grads = None  # of the update cycle under way
+        self.table_time, self.host_time = Stopwatch(), Stopwatch()
 
     # -- ahead of time, on the CPU -----------------------------------------------------------------------------------------
 
     def prepare(self, cycle: int) -> tuple[list[Batch], Cycle | None]:
-        """The batches of an update cycle and the table's plan for them: of its number, and of the rows that a resumed cycle carries."""
+        """The batches of an update cycle and the table's plan for them."""
         config, world = self.config, self.world
         stage = config.stage(cycle * config.ngram_update_every)
         rows, micro_rows = stage.batch_tokens // config.seq_len, config.micro_rows(world.size, stage.batch_tokens)
         batches = [rank_batch(self.dataset.train, config.tokens_before(step) // config.seq_len, rows, micro_rows,
-                              self.dataset.doc_start, world, stage.length) for step in cycle_steps(cycle, config)]
-        carried = self.carried  # which the training thread empties
-        carried_rows = carried[1] if carried and carried[0] == cycle else None
-        plan = self.table and self.table.plan(batches, world.loader_group, carried_rows)
+                              self.dataset.doc_start, world, stage.length) for step in config.cycle_steps(cycle)]
+        plan = self.table and self.table.plan(batches, world.loader_group)
         if world.device.type == "cuda":  # page-locked, so that the copies to the device run beside its work
             batches = [with_tensors(batch, Tensor.pin_memory) for batch in batches]
             plan = plan and with_tensors(plan, Tensor.pin_memory)
@@ -1218,34 +2494,17 @@ class Trainer:
     # -- on the device -------------------------------------------------------------------------------------------------------
 
     def begin_cycle(self, plan: Cycle, upcoming: Cycle | None) -> None:
-        """Fetch the cycle's rows, and make room for their gradients, which begin with those of a resumed cycle."""
-        self.asked, self.fetched = plan.asked, self.table.fetch(plan, self.host_time)
+        """Fetch the cycle's rows, and make room for their gradients."""
+        self.fetched = self.table.fetch(plan, self.host_time)
         if self.table.host and upcoming:
             self.table.host.look_ahead(plan, upcoming)
-        self.table_grads = torch.empty(len(plan.asked), self.config.ngram_row_dim, device=self.world.device)  # its first add_grad clears it
-        if self.carried:
-            ids, grads = (tensor.to(self.world.device) for tensor in self.carried[1:])
-            self.table_grads.zero_().index_add_(0, torch.searchsorted(self.asked, ids), grads)
-            self.carried = None
+        self.table_grads = torch.empty(plan.asked, self.config.ngram_row_dim, device=self.world.device)  # its first add_grad clears it
 
-    def settle(self) -> None:
-        """Wait until the table is as the last step leaves it, on all ranks: what its host still does belongs to the step."""
+    def wait_for_host(self) -> None:
+        """Until the table is as the last step leaves it, on all ranks: what its host still does belongs to the step."""
         if self.table and self.table.host:
-            self.table.settle()
+            self.table.wait()
             dist.barrier()
-
-    def cycle_under_way(self, step: int) -> dict:
-        """The rank's gradients of an update cycle that `step` falls into the middle of; the rows themselves are the table's."""
-        if self.table is None or step % self.config.ngram_update_every == 0 or step == self.config.steps:
-            return {}
-        return {"ids": self.asked.cpu(), "grads": self.table_grads.cpu()}
-
-    def carry_on(self, step: int, parts: list[dict]) -> None:
-        """Take such gradients, of the ranks that this one stands for, to go on with the cycle."""
-        if step % self.config.ngram_update_every and step < self.config.steps:
-            none = {"ids": torch.empty(0, dtype=torch.int64), "grads": torch.empty(0, self.config.ngram_row_dim)}
-            self.carried = (step // self.config.ngram_update_every, *(torch.cat([part[key] for part in (none, *parts)])
-                                                                       for key in ("ids", "grads")))
 
     def train_step(self, step: int, batch: Batch, plan: Cycle | None, stop: bool = False, upcoming: Cycle | None = None) -> Tensor:
         """One step; `plan` is that of the whole update cycle, `upcoming` of the one that follows, where that is known.
@@ -1254,7 +2513,7 @@ class Trainer:
         """
         config, table, sums = self.config, self.table, torch.zeros(2, device=self.world.device)
         index, batch_tokens = step % config.ngram_update_every, config.stage(step).batch_tokens
-        if table and (index == 0 or self.fetched is None):
+        if table and index == 0:
             with self.table_time:
                 self.begin_cycle(plan, upcoming)
         for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
@@ -1275,7 +2534,7 @@ class Trainer:
         if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
             with self.table_time:
                 table.update(plan, self.table_grads, config.ngram_lr * scale)
-            self.fetched = self.table_grads = self.asked = None
+            self.fetched = self.table_grads = None
         self.optimizer.step(scale, muon_momentum(step, config), batch_tokens, tied=step < config.untie_step)
         if step + 1 == config.untie_step:
             self.optimizer.untie(self.model)
@@ -1317,38 +2576,11 @@ class Trainer:
         return float(total[0] / total[1])
 
     @torch.no_grad()
-    def held_out(self, step: int) -> list[str]:
-        """What the table does on validation tokens: loss and accuracy with it, and off (zeros in place of what it says), in all and by how
-        often training met the n-gram.
-        """
-        score = torch.compile(self.model.scores, dynamic=False) if self.flex else self.model.scores
-        scores = []  # of each micro-batch: loss and whether right, with the table and off, and 1; float64 [5, B * L]
-        for tokens, starts, memory, targets in self.val_parts():
-            both = [score(tokens, starts, said, targets, **self.stage_inputs(step, starts))
-                    for said in ((None,) if memory is None else (memory, torch.zeros_like(memory)))]
-            scores.append(torch.cat((both[0], both[-1], torch.ones_like(both[0][:1]))).double().mul_(targets.flatten() >= 0).cpu())
-        scores = torch.cat(scores, dim=1)
-
-        def told(which: Tensor) -> tuple[int, str]:
-            """How many of some positions there are on all ranks, and loss and accuracy over them."""
-            sums = scores[:, which].sum(1)
-            dist.all_reduce(sums)
-            loss, right, loss_off, right_off = (sums[:4] / sums[4].clamp(min=1)).tolist()
-            off = ("", "") if self.table is None else (f" (off {loss_off:.5f})", f" (off {right_off:.4f})")
-            return int(sums[4]), f"{int(sums[4]):,} tokens, loss {loss:.5f}{off[0]}, right {right:.4f}{off[1]}"
-
-        lines = [f"held out: {told(torch.ones_like(scores[0], dtype=torch.bool))[1]}; where the n-gram was"]
-        for order, times in times_trained(self.config, self.dataset, step, [batch for batch, _ in self.val]).items():
-            parts = {name: told(torch.from_numpy((times >= low) & (times < high))) for name, (low, high) in TIMES_TRAINED.items()}
-            lines += [f"  order {order}, {name}: {text}" for name, (count, text) in parts.items() if count]
-        return lines
-
-    @torch.no_grad()
-    def sample(self, step: int, prompt: list[int]) -> list[int]:
-        """The prompt's ids and sample_tokens more, drawn at temperature 0.8; all ranks draw the same."""
+    def sample(self, step: int, count: int, prompt: list[int] = []) -> list[int]:
+        """The prompt's ids and `count` more, drawn at temperature 0.8; all ranks draw the same."""
         generator = torch.Generator().manual_seed(self.config.seed)
         ids = [self.dataset.doc_start, *prompt]
-        for _ in range(self.config.sample_tokens):
+        for _ in range(count):
             window = torch.tensor(ids[-self.config.seq_len:] + [-1])[None]
             batch = make_batch(window, 1, 1, self.dataset.doc_start)
             memory = self.read_memory(batch, self.table and self.table.plan([batch]))
@@ -1357,33 +2589,27 @@ class Trainer:
             inputs = self.stage_inputs(step, starts, flex=False)  # a new length every time
             head = self.model.embed if inputs.pop("tied") else self.model.head
             x = self.model.hidden(tokens, starts, memory, **inputs)[0, -1:]
-            logits = SOFTCAP * squashed_logits(x, head.to(x.dtype), None)[0, :self.dataset.vocab_size].cpu()
+            logits = SOFTCAP * squashed_logits(x, head.to(x.dtype))[0, :self.dataset.vocab_size].cpu()
             ids.append(int(torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)))
         return ids[1:]
 
     def warm_up(self) -> None:
-        """Run a cycle and an evaluation of each stage, then put back all that changed, so that the clock meets everything warm."""
-        config = self.config
-        if config.warmup_steps == 0:
-            return
-        saved, updates = [t.to("cpu", copy=True) for t in self.optimizer.tensors()], self.optimizer.updates
-        beginnings = {stage.first for stage in config.stage_list} | {config.untie_step}
-        for first in sorted(step for step in beginnings if step < config.steps):
+        """Run a cycle and an evaluation of each stage, then begin anew, so that the clock meets everything warm and nothing changed."""
+        config, touched = self.config, []
+        for first in sorted(step for step in {*(stage.first for stage in config.stage_list), config.untie_step} if step < config.steps):
             cycle = first // config.ngram_update_every
             batches, plan = to_device_all(self.prepare(cycle), self.world.device)
-            table_saved = self.table and self.table.touched(plan)
-            for _ in range(config.warmup_steps):
-                for step, batch in zip(cycle_steps(cycle, config), batches):
+            for _ in range(WARMUP_STEPS):
+                for step, batch in zip(config.cycle_steps(cycle), batches):
                     self.train_step(step, batch, plan)
             self.evaluate(first, parts=1)
-            if self.table:
-                self.table.put_back(table_saved)
-        for tensor, old in zip(self.optimizer.tensors(), saved):
-            tensor.copy_(old)
-        self.optimizer.updates = updates
+            touched.append(plan)
+        self.optimizer.restart(self.model, build_model(config, self.dataset.vocab_size, self.model_class))
+        for plan in touched if self.table else ():
+            self.table.forget(plan.owned)
         if self.table and self.table.host:
             self.table.host.thread.worked_s = 0.0
-        self.table_time, self.host_time = TimeShare(self.world), TimeShare(self.world)
+        self.table_time, self.host_time = Stopwatch(), Stopwatch()
 
 
 def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.device) -> tuple[list[Batch], Cycle | None]:
@@ -1391,80 +2617,109 @@ def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.devi
     return [to_device(batch, device) for batch in batches], plan and to_device(plan, device)
 
 
-def train(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoints: Checkpoints, stop: StopSignal) -> float:
-    """The training loop, from where `progress` stands. Returns the final validation loss."""
-    config, world, first = trainer.config, trainer.world, progress.step
-    clock, watch, waited_s, upcoming = Clock(world, progress.train_time_s), LossWatch(world), 0.0, None
-    every, started, graphs = config.ngram_update_every, progress.train_time_s, compiled_graphs()
-    cycles = load_ahead(trainer.prepare, range(first // every, -(-config.steps // every)))
-    for step in range(first, config.steps + 1):
-        if step == config.steps or (config.val_every and step % config.val_every == 0):
-            watch.settle()
-            trainer.settle()
-            clock.stop()
-            val_loss = validate(trainer, log, progress, clock)
-        if step == config.steps:
-            break
+def train(trainer: Trainer, log: RunLog, progress: Progress, checkpoints: Checkpoints | None, stop: StopSignal) -> None:
+    """The training loop, from where `progress` stands to the end. Leaves the final evaluation to its caller, when the work is saved."""
+    config, world, first, every = trainer.config, trainer.world, progress.step, trainer.config.ngram_update_every
+    clock, reader, waited, upcoming = Clock(world, progress.train_time_s), LossReader(world, log), Stopwatch(), None
+    started, graphs = progress.train_time_s, compiled_graphs()
+    loader = Loader(trainer.prepare, range(first // every, -(-config.steps // every)))
+    for step in range(first, config.steps):
+        if config.val_every and step % config.val_every == 0:
+            pause(trainer, reader, loader, clock, progress)
+            validate(trainer, log, progress)
         if clock.began is None:
             clock.start()
-        if step % every == 0 or step == first:
-            began = time.perf_counter()
-            prepared = upcoming or next(cycles)
-            upcoming = next(cycles, None) if trainer.table and trainer.table.host else None
-            waited_s += time.perf_counter() - began
+        if step % every == 0:
+            with waited:
+                prepared = upcoming or loader.next()
+                upcoming = loader.next() if trainer.table and trainer.table.host else None
             batches, plan = to_device_all(prepared, world.device)
-        watch.push(step, trainer.train_step(step, batches[step % every], plan, stop.signum > 0, upcoming and upcoming[1]))
-        done = progress.step = step + 1
-        seconds = progress.train_time_s = clock.seconds()
-        rate = config.tokens_before(done) / seconds
-        log.progress(done, watch.latest, rate, (config.steps - done) * seconds / done)
-        if done % config.log_every == 0:
-            watch.settle()
-            log.step(done, seconds, "train_loss", watch.latest, tokens_per_s=round(rate))
-        save = config.checkpoint_every and done % config.checkpoint_every == 0 and done < config.steps
-        if watch.stop or save:
-            watch.settle()
-            trainer.settle()
-            progress.train_time_s = clock.seconds()
-        if watch.stop:
-            checkpoints.stop(trainer, progress, log, stop)
-        if save:
-            checkpoints.save_or_warn(trainer, progress, log)
-    vocab = trainer.model.head.shape[0]
-    flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens * flops_per_token(config, vocab, stage.windows)
-                for stage in config.stage_list)
-    log.shares(world, clock.seconds() - started, waited_s, trainer, flops, peak_tflops(config, world), compiled_graphs() - graphs)
-    progress.train_time_s = clock.seconds()
-    conclude(trainer, log, tokenizer, progress, checkpoints if first < config.steps else None, val_loss)
+        sums = trainer.train_step(step, batches[step % every], plan, stop.asked(), upcoming and upcoming[1])
+        done, seconds = step + 1, clock.seconds()
+        reader.push(done, sums, seconds, config.tokens_before(done) / seconds)
+        progress.step, progress.train_time_s = done, seconds
+        if done % every and done < config.steps:
+            continue
+        due = config.checkpoint_every and done // config.checkpoint_every > (done - every) // config.checkpoint_every
+        if reader.stop or due and done < config.steps:
+            pause(trainer, reader, loader, clock, progress)
+            save_on_the_way(trainer, log, progress, checkpoints, stop if reader.stop else None)
+    pause(trainer, reader, loader, clock, progress)
+    report_time(trainer, log, progress.train_time_s - started, waited.seconds, first)
+    if compiled_graphs() > graphs:
+        log.line(f"warning: {compiled_graphs() - graphs} graphs were compiled on the clock")
+
+
+def pause(trainer: Trainer, reader: LossReader, loader: Loader, clock: Clock, progress: Progress) -> None:
+    """Stop the clock when all that the steps so far have begun is done: losses read, the host's rows updated, the loader at rest."""
+    if clock.began is not None:
+        reader.read()
+        trainer.wait_for_host()
+        loader.rest()
+        clock.stop()
+        progress.train_time_s = clock.seconds()
+
+
+def save_on_the_way(trainer: Trainer, log: RunLog, progress: Progress, checkpoints: Checkpoints | None, stop: StopSignal | None) -> None:
+    """A checkpoint inside a run; where it cannot be written, training is worth more than it. With `stop` the run ends here."""
+    if stop and checkpoints is None:
+        raise Stopped(stop.signum or signal.SIGTERM, f" after step {progress.step}, without a checkpoint (see --checkpoint)")
+    try:
+        path = checkpoints.save(trainer, progress)
+    except UserError as error:
+        if stop:
+            raise
+        log.line(f"warning: no checkpoint at step {progress.step}: {error}; training continues")
+        return
+    if stop:
+        raise Stopped(stop.signum or signal.SIGTERM, f" after step {progress.step}, checkpoint {path}")
+    log.line(f"checkpoint {path}", screen=False)
+
+
+def validate(trainer: Trainer, log: RunLog, progress: Progress) -> float:
+    val_loss = trainer.evaluate(progress.step)
+    log.step(progress.step, progress.train_time_s, "val_loss", val_loss)
+    if not math.isfinite(val_loss):
+        raise UserError(f"validation loss: found {val_loss} at step {progress.step}, expected a finite number")
+    if progress.met is None and val_loss <= trainer.config.target_loss:
+        progress.met = (progress.step, progress.train_time_s)
     return val_loss
 
 
-def conclude(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoints: Checkpoints | None, val_loss: float) -> None:
-    """The last checkpoint, a sample, the table's use, and the result as the last two lines, which a failed checkpoint must not lose."""
+def report_time(trainer: Trainer, log: RunLog, seconds: float, waited_s: float, first: int) -> None:
+    """Where the training time went since step `first`."""
+    config, world, table = trainer.config, trainer.world, trainer.table
+    on_cpu = f", table {trainer.table_time.seconds:.2f} s" if world.device.type == "cpu" else ""  # a GPU's time is its profiler's to tell
+    log.line(f"waited for data {waited_s:.2f} s{on_cpu} of {seconds:.2f} s")
+    if table and table.host:
+        host_s = trainer.host_time.seconds
+        log.line(f"waited for rows in host memory {host_s:.2f} s ({host_s / max(seconds, 1e-9):.1%} of the time); the host's thread worked "
+                 f"{table.host.thread.worked_s:.2f} s, evaluations included")
+    flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens * trainer.model.flops_per_token(stage.windows)
+                for stage in config.stage_list)
+    gpu, reached = find_gpu(config, world), 1e-12 * flops / world.size / max(seconds, 1e-9)
+    log.line(f"{reached:.3f} TFLOP/s a rank" + (f", MFU {reached / gpu.tflops:.1%} of {gpu.tflops:g}" if gpu else ""))
+
+
+def conclude(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoints: Checkpoints | None) -> float:
+    """The last checkpoint first, then what may fail: final evaluation and sample. The result is the last two lines, which a failed
+    checkpoint must not lose. Returns the final validation loss."""
     config, failed = trainer.config, None
-    if checkpoints and (config.checkpoint or config.checkpoint_every):
+    if checkpoints:
         try:
             log.line(f"checkpoint {checkpoints.save(trainer, progress)}")
-        except SharedError as error:
+        except UserError as error:
             failed = error
-    log.sample(trainer, tokenizer, config.steps)
-    if trainer.table and log.main:
-        for line in table_report(config, trainer.dataset, trainer.world.size, ngram_addresses, channels(config)):
-            log.line(line)
+    val_loss = validate(trainer, log, progress)
+    if config.sample_tokens:
+        ids = trainer.sample(config.steps, config.sample_tokens)
+        text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+        log.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
     log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * progress.train_time_s:.0f}ms")
     outcome = f"met at step:{progress.met[0]} train_time:{1e3 * progress.met[1]:.0f}ms" if progress.met else "not met"
     log.line(f"target val_loss:{config.target_loss} {outcome}")
     if failed:
         raise failed
-
-
-def validate(trainer: Trainer, log: RunLog, progress: Progress, clock: Clock) -> float:
-    val_loss = trainer.evaluate(progress.step)
-    log.step(progress.step, clock.seconds(), "val_loss", val_loss)
-    if not math.isfinite(val_loss):
-        raise SharedError(f"validation loss: found {val_loss} at step {progress.step}, expected a finite number")
-    if progress.met is None and val_loss <= trainer.config.target_loss:
-        progress.met = (progress.step, clock.seconds())
     return val_loss
 
 
@@ -1472,76 +2727,63 @@ def validate(trainer: Trainer, log: RunLog, progress: Progress, clock: Clock) ->
 # Main.
 # =====================================================================================================================
 
-def main(argv: list[str] | None = None, stop: StopSignal | None = None) -> float:
-    """Run what the command line asks for. Returns the last validation loss, or nan where there was none."""
-    config, stop = parse_args(sys.argv[1:] if argv is None else argv), stop or StopSignal()
+def main(argv: list[str] | None = None, config_class=Config, model_class=GPT, table_class=NgramTable) -> float:
+    """Run what the command line asks for, with a variant's classes where it has any. Returns the final validation loss, or nan."""
+    config = parse_args(sys.argv[1:] if argv is None else argv, config_class)
     if config.ranks:
-        print("\n".join(plan_for(config)))
+        print("\n".join(plan_elsewhere(config, model_class)))
         return math.nan
     if config.device == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the rows touched, and so the sizes, are new every cycle
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    with join_world(config) as world:
+    classes = config_class, model_class, table_class
+    with StopSignal() as stop, join_world(config, stop) as world:
         dataset = together(world, lambda: open_dataset(config))
-        plan = make_plan(config, world, dataset.vocab_size, dataset.train.num_tokens)
+        plan = make_plan(config, world, dataset.vocab_size, dataset.train.num_tokens, model_class)
         if world.main:
-            print("\n".join(plan_lines(plan, world) + hash_lines(config)), flush=True)
-        if config.table_report and world.main:
-            print("\n".join(table_report(config, dataset, world.size, ngram_addresses, channels(config))))
-        if config.dry_run or config.table_report:
+            print("\n".join(plan_lines(plan, config, world)), flush=True)
+        if config.dry_run:
             return math.nan
         if world.device.type == "cpu":
             keep_freed_memory()
         elif config.ngram_device == "cpu" and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, for work that the GPU does
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
-        together(world, lambda: check_fits(plan, world))
-        together(world, lambda: check_tokens(config, dataset, world))
-        data = together(world, lambda: fingerprints(config, dataset))
-        resumed = together(world, lambda: open_checkpoint(config, data, world)) if config.resume else None
-        tokenizer = together(world, lambda: tokenizer_for_samples(config, dataset.vocab_size))
-        log = together(world, lambda: RunLog(config, world, data, plan, resumed))
-        ear = replace(world, store=world.store.clone())  # a connection of its own, for the thread that hears signals
-        stop.log, stop.failure = functools.partial(log.line, screen=False), functools.partial(ear.first_error, "")
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+        together(world, lambda: (check_fits(plan, world), check_tokens(config, dataset)))
+        data = identify_data(config, dataset, world)
+        resumed = together(world, lambda: open_checkpoint(config, data, world, variant_of(*classes))) if config.resume else None
+        tokenizer = together(world, lambda: load_tokenizer(config.data, dataset.vocab_size)) if config.sample_tokens else None
+        log = together(world, lambda: RunLog(config, world, data, plan, resumed, sources_of(*classes)))
         try:
-            return run(config, world, dataset, data, tokenizer, log, resumed, stop)
-        except Stopped:
-            raise
+            return run(config, world, dataset, data, tokenizer, log, resumed, stop, classes)
         except BaseException as error:
-            stop.tell(f"error: {world.first_error(error_text(error))}")
+            log.line(world.first_failure(describe(error))[1], screen=False)
             raise
 
 
-def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, log: RunLog, resumed: dict | None,
-        stop: StopSignal) -> float:
-    """Everything that a run does once it may start. Returns the last validation loss."""
-    trainer, progress, run_ids = Trainer(config, world, dataset), Progress(), [log.run_id]
+def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, log: RunLog, resumed: dict | None, stop: StopSignal,
+        classes: tuple) -> float:
+    """Everything that a run does once it may start. Returns the final validation loss."""
+    run_ids, keeps = [log.run_id], config.checkpoint or config.checkpoint_every > 0
     dist.broadcast_object_list(run_ids)
-    if trainer.table and trainer.table.kernel is None and config.ngram_kernel and trainer.table.rows.device.type == "cpu":
-        log.line("the table's kernel did not compile (is there a C++ compiler, `c++`?); tensor operations do its work, slower")
-    if dataset.canonical is not None:
-        log.line(f"canonical ids: {len(dataset.canonical.unique()):,} classes of {dataset.vocab_size:,} tokens")
-    if not config.eval_only:
+    locks = world.main and (keeps or resumed)  # which a resumed run shares with the one that may still be writing
+    with together(world, lambda: lock_folder(Path(config.out) / "checkpoints", "training") if locks else nullcontext()):
+        trainer, progress = Trainer(config, world, dataset, *classes[1:]), Progress()
+        if trainer.table and trainer.table.slow_because:
+            log.line(f"the table's loops are not compiled ({trainer.table.slow_because}); tensor operations do their work, slower")
         trainer.warm_up()
-    if resumed:
-        progress, run_ids = load_checkpoint(Path(config.resume), resumed, trainer, data), resumed["run_ids"] + run_ids
-        log.line(f"resumed {config.resume} at step {progress.step}")
-    if config.eval_only:
-        val_loss = validate(trainer, log, progress, Clock(world, progress.train_time_s))
-        for line in trainer.held_out(progress.step):
-            log.line(line)
-        log.sample(trainer, tokenizer, progress.step)
-        return val_loss
-    checkpoints = Checkpoints(config, world, data, run_ids)
-    if config.checkpoint or config.checkpoint_every:
-        together(world, lambda: world.main and checkpoints.check_folder())
-    stop.training = True
-    val_loss = train(trainer, log, tokenizer, progress, checkpoints, stop)
-    stop.answered.set()
+        if resumed:
+            progress, run_ids = load_checkpoint(Path(config.resume), resumed, trainer, data), resumed["run_ids"] + run_ids
+            log.line(f"resumed {config.resume} at step {progress.step}")
+        checkpoints = Checkpoints(config, world, data, run_ids, variant_of(*classes)) if keeps else None
+        goes_on = progress.step < config.steps
+        if goes_on:
+            stop.may_wait = True
+            train(trainer, log, progress, checkpoints, stop)
+            stop.may_wait = False
+        val_loss = conclude(trainer, log, tokenizer, progress, checkpoints if goes_on else None)
     if stop.signum:
         raise Stopped(stop.signum)  # too late to stop anything, but whoever sent it wants to know
     return val_loss
 
 
 if __name__ == "__main__":
-    status = exit_status(main)
-    sys.stdout.flush(), sys.stderr.flush()
-    os._exit(status)  # at once: a failed rank must not wait for its loader's thread, which may wait for a rank that is gone
+    run_command(main)

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tokens.py defines the shard format
-from harness import UserError
-from tokens import GPT2_DOC_START, GPT2_VOCAB_SIZE, TOKENIZER_FILE, Shard, open_shard, tokenizer_encoding
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py defines the shard format
+from train_gpt import UserError
+from train_gpt import GPT2_DOC_START, GPT2_VOCAB_SIZE, TOKENIZER_FILE, Shard, open_shard, tokenizer_encoding
 
 REPO = "kjj0/fineweb10B-gpt2"
 NUM_TRAIN_SHARDS = 103

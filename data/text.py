@@ -31,9 +31,9 @@ import tiktoken
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tokens.py defines the formats
-from harness import UserError
-from tokens import (GPT2_DOC_START, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, TOKENIZER_FILE, TOKENIZER_PATTERN,
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py defines the formats
+from train_gpt import UserError
+from train_gpt import (GPT2_DOC_START, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, TOKENIZER_FILE, TOKENIZER_PATTERN,
                     tokenizer_encoding)
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
