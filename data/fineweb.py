@@ -1,15 +1,18 @@
 """Fetch FineWeb's GPT-2 token shards, and check folders of shards.
 
-    python data/fineweb.py [N] [--out DIR] [--tokenizer]      the first N training shards (default 9, of 103) and the validation shard
-    python data/fineweb.py verify DIR [DIR ...]     every *.bin in these folders, of any vocabulary
+    python data/fineweb.py [N] [--out DIR] [--tokenizer]  the first N training shards (default 9, of 103) and validation
+    python data/fineweb.py verify DIR [DIR ...]           every *.bin in these folders, of any vocabulary
 
 A shard holds 100 million tokens in 200 MB. What is there and whole stays; what is missing or broken is fetched,
 checked, and only then given its final name, so running it again repairs. HF_ENDPOINT and HF_TOKEN are honoured.
+`verify` reads every token, and names a file whose tokens are not those of its hash in shards.json, which was kept when
+the shard came or when a run first read it.
 """
 from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import queue
 import random
@@ -17,15 +20,14 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py defines the shard format
-from train_gpt import UserError
-from train_gpt import GPT2_DOC_START, GPT2_VOCAB_SIZE, TOKENIZER_FILE, Shard, open_shard, tokenizer_encoding
+from train_gpt import (GPT2_DOC_START, GPT2_VOCAB_SIZE, SHARD_HASHES, TOKENIZER_FILE, Shard, UserError, flush_to_disk,
+                       lock_folder, open_shard, run_command, save_shard_hashes, shard_hashes, tokenizer_encoding,
+                       written_whole)
 
 REPO = "kjj0/fineweb10B-gpt2"
 NUM_TRAIN_SHARDS = 103
@@ -89,13 +91,15 @@ def diagnose(error: Exception) -> Failure:
 
 @dataclass
 class Fetcher:
-    """Fetches shards into `out` through the folder `staging` on the same disk. `stop` ends it between tries."""
+    """Fetches shards into `out` through the folder `staging` on the same disk. `stop` ends it between tries; `hashes`
+    are those of shard_hashes of what has come."""
     out: Path
     staging: Path
     max_tries: int
     base_s: float
     stop: threading.Event = field(default_factory=threading.Event)
     hub_answered: threading.Event = field(default_factory=threading.Event)
+    hashes: dict[str, list] = field(default_factory=dict)
 
     def fetch(self, name: str) -> str | None:
         """Fetch one shard, with retries. Returns None, or the reason why it is not there."""
@@ -125,10 +129,10 @@ class Fetcher:
         path = Path(hf_hub_download(REPO, name, repo_type="dataset", local_dir=self.staging, force_download=True,
                                     endpoint=os.environ.get("HF_ENDPOINT") or None))
         self.hub_answered.set()
-        open_fineweb_shard(path).check_ids()
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        digest, status = open_fineweb_shard(path).hash(), path.stat()
+        flush_to_disk(path)
         path.replace(self.out / name)
+        self.hashes[name] = [status.st_size, status.st_mtime_ns, digest]
 
 
 def each_in_threads(function: Callable[[str], str | None], names: list[str], num_workers: int
@@ -155,20 +159,14 @@ def each_in_threads(function: Callable[[str], str | None], names: list[str], num
 @contextmanager
 def staging_folder(out: Path) -> Iterator[Path]:
     """An empty folder inside out, gone afterwards. Raises UserError where another run is fetching into out."""
-    out.mkdir(parents=True, exist_ok=True)
-    lock, staging = out / ".fetch.lock", out / ".fetch"
-    try:
-        with FileLock(lock, timeout=0):
-            try:
-                shutil.rmtree(staging, ignore_errors=True)      # a killed run's
-                staging.mkdir(exist_ok=True)
-                yield staging
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-                lock.unlink(missing_ok=True)
-    except Timeout:
-        raise UserError(f"{out}: found another run fetching into this folder; wait for it or choose another --out"
-                        ) from None
+    staging = out / ".fetch"
+    with lock_folder(out, "fetching shards"):
+        try:
+            shutil.rmtree(staging, ignore_errors=True)      # a killed run's
+            staging.mkdir(exist_ok=True)
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def missing_shards(names: list[str], out: Path) -> list[str]:
@@ -201,6 +199,8 @@ def fetch_shards(num_train: int, out: Path, num_workers: int, max_tries: int, ba
                     reasons[name] = reason
         finally:
             fetcher.stop.set()
+        whole = [open_shard(path) for path in sorted(out.glob("*.bin")) if path.name not in {*reasons, *fetcher.hashes}]
+        save_shard_hashes(out, fetcher.hashes | (shard_hashes(whole) if whole else {}))
     if reasons:
         lines = "".join(f"\n  {name}: {reasons[name]}" for name in todo if name in reasons)
         raise UserError(f"{out}: {len(reasons)} of {len(names)} shards are missing:{lines}\nRun the same command again "
@@ -212,19 +212,24 @@ def fetch_shards(num_train: int, out: Path, num_workers: int, max_tries: int, ba
 # ---- verifying ------------------------------------------------------------------------------------------------------
 
 def verify_folder(folder: Path) -> list[str]:
-    """Check every *.bin in folder: header, size, every id, one vocabulary for all, training and validation present.
+    """Check every *.bin in folder: header, size, ids, hash, one vocabulary for all, training and validation present.
 
     Prints a line a file and a summary. Returns the faults, each naming its file.
     """
     if not folder.is_dir():
         return [f"{folder}: found no such folder"]
-    faults, first = [], None
+    faults, first, kept = [], None, {}
+    with suppress(OSError, ValueError):
+        kept = json.loads((folder / SHARD_HASHES).read_text())
     tokens = {"_train_": 0, "_val_": 0}
     files = sorted(folder.glob("*.bin"))
     for file in files:
         try:
             shard = open_shard(file)
-            shard.check_ids()
+            digest = shard.hash()
+            if file.name in kept and kept[file.name][2] != digest:
+                raise UserError(f"{file}: found tokens of hash {digest[:16]}, expected {kept[file.name][2][:16]} as in "
+                                f"{SHARD_HASHES}; fetch or make it again, or delete {SHARD_HASHES} if you replaced it")
             first = first or shard
             if (shard.vocab_size, shard.doc_start) != (first.vocab_size, first.doc_start):
                 raise UserError(f"{file}: found vocabulary size {shard.vocab_size} and document start "
@@ -254,9 +259,9 @@ def verify(folders: list[Path]) -> None:
 def write_tokenizer(path: Path) -> None:
     """GPT-2's tokens in tiktoken's file format. Raises UserError where tiktoken cannot get them."""
     from text import gpt2_tokens, tokenizer_text  # data/text.py; the shards need none of it
-    part = path.with_suffix(".partial")
-    part.write_bytes(tokenizer_text(tokenizer_encoding(gpt2_tokens())))
-    part.replace(path)
+    content = tokenizer_text(tokenizer_encoding(gpt2_tokens()))
+    with written_whole(path) as part:
+        part.write_bytes(content)
     print(f"{path}: written")
 
 
@@ -276,12 +281,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tries", type=int, default=6, help="at each shard; default: 6")
     parser.add_argument("--backoff_s", type=float, default=1.0, help="wait after the first failure, doubled with each "
                         "further one; default: 1")
-    parser.add_argument("--tokenizer", action="store_true", help="put GPT-2's vocabulary beside the shards too, for samples "
-                        "of text and --ngram_canonical")
+    parser.add_argument("--tokenizer", action="store_true", help="put GPT-2's vocabulary beside the shards too, for "
+                        "samples of text")
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> None:
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(sys.argv[1:] if argv is None else argv)
     if "folders" in args:
         verify(args.folders)
         return
@@ -299,17 +305,5 @@ def run(args: argparse.Namespace) -> None:
         write_tokenizer(args.out / TOKENIZER_FILE)
 
 
-def main(argv: list[str] | None = None) -> int:
-    try:
-        run(parse_args(sys.argv[1:] if argv is None else argv))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

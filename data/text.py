@@ -4,13 +4,15 @@
     python data/text.py                     the Python source of the installed torch, into data/torch_source
 
 A .jsonl line's "text" is one document; any other .txt, .md or .py file is one document; folders are searched for these.
-Writes NAME_train_000001.bin ..., NAME_val_000000.bin and tokenizer.tiktoken. The format is tokens.py's: 256 int32 of
-header, then uint16 tokens, with the document-start token before every document. The same text gives the same bytes.
+Writes NAME_train_000001.bin ..., NAME_val_000000.bin, tokenizer.tiktoken and the shards' hashes. The format is
+train_gpt.py's: 256 int32 of header, then uint16 tokens, with the document-start token before every document. The same
+text gives the same bytes.
 """
 from __future__ import annotations
 
 import argparse
 import base64
+import codecs
 import hashlib
 import importlib.util
 import io
@@ -21,23 +23,24 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py defines the formats
-from train_gpt import UserError
-from train_gpt import (GPT2_DOC_START, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, TOKENIZER_FILE, TOKENIZER_PATTERN,
-                    tokenizer_encoding)
+from train_gpt import (GPT2_DOC_START, SHARD_HASHES, SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, TOKENIZER_FILE,
+                       TOKENIZER_PATTERN, UserError, lock_folder, open_shard, run_command, save_shard_hashes,
+                       shard_hashes, tokenizer_encoding, written_whole)
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 GPT2_ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
+         codecs.BOM_UTF16_BE: "utf-16"}     # in this order, for UTF-32's begins with UTF-16's
 PIECE_BYTES = 1 << 18       # the most of one document held as text at a time
 BATCH_CHARS = 1 << 21       # the most text held as tokens at a time
 TRAINER_BUFFER = 256        # pieces the BPE trainer holds at a time
@@ -51,31 +54,39 @@ MAX_SHARD_TOKENS = (1 << 31) - 1    # the header's count is int32
 def find_files(paths: Iterable[str | Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
     """The text files that paths name, in the order given, each once; a folder's are sorted by their path within it.
 
-    Skips hidden files and folders and __pycache__. Raises UserError for a path that is missing or holds no such file.
+    A file named by itself is text whatever its suffix. Of a folder, and of those that links in it lead to, hidden files
+    and folders and __pycache__ are skipped. Raises UserError for a path that is missing or holds no such file.
     """
     files: dict[Path, Path] = {}
     for path in map(Path, paths):
+        if not path.exists():
+            found = "a link to nowhere" if path.is_symlink() else "no such file or folder"
+            raise UserError(f"{path}: found {found}, expected text; check the path")
+        found = [path]
         if path.is_dir():
-            found = sorted(_walk(path, suffixes), key=lambda file: file.relative_to(path).as_posix())
-        elif path.is_file():
-            found = [path] if path.suffix.lower() in suffixes else []
-        else:
-            raise UserError(f"{path}: found no such file or folder; check the path")
+            found = sorted(_walk(path, suffixes, set()), key=lambda file: file.relative_to(path).as_posix())
         if not found:
-            raise UserError(f"{path}: found no text here, expected {' '.join(suffixes)} files; rename or convert yours")
+            raise UserError(f"{path}: found no text here, expected {' '.join(suffixes)} files; name yours one by one, "
+                            f"or rename them")
         for file in found:
             files.setdefault(file.resolve(), file)
     return list(files.values())
 
 
-def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    def refuse(error: OSError):
-        raise error
-
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        yield from (Path(parent, name) for name in names
-                    if not name.startswith(".") and Path(name).suffix.lower() in suffixes)
+def _walk(folder: Path, suffixes: tuple[str, ...], seen: set[Path]) -> Iterator[Path]:
+    """Files below a folder, through links too; a folder to which two ways lead is read once, so no link can loop."""
+    if folder.resolve() in seen:
+        return
+    seen.add(folder.resolve())
+    for entry in sorted(folder.iterdir(), key=lambda entry: (entry.is_symlink(), entry.name)):
+        if entry.name.startswith(".") or entry.name == "__pycache__":
+            continue
+        if entry.is_dir():
+            yield from _walk(entry, suffixes, seen)
+        elif entry.suffix.lower() in suffixes:
+            if not entry.exists():
+                raise UserError(f"{entry}: found a link to nowhere, expected text; mend or delete the link")
+            yield entry
 
 
 def cut_pieces(stream: io.BufferedIOBase) -> Iterator[bytes]:
@@ -93,8 +104,8 @@ def cut_pieces(stream: io.BufferedIOBase) -> Iterator[bytes]:
 def cut_point(data: bytes) -> int:
     """Where to cut bytes so that the two parts encode, as nearly as can be, to the tokens of the whole.
 
-    After the last newline between two non-spaces, where TOKENIZER_PATTERN splits in any case; else after the last newline; else
-    before the last character.
+    After the last newline between two non-spaces, where TOKENIZER_PATTERN splits in any case; else after the last
+    newline; else before the last character.
     """
     if match := re.match(rb"(?s).*\S\n(?=\S)", data):
         return match.end()
@@ -108,19 +119,25 @@ def cut_point(data: bytes) -> int:
 
 @dataclass
 class Corpus:
-    """Documents in text files, read in order, never as a whole. `undecodable` gathers the files that are not UTF-8."""
+    """Documents in text files, read in order, never as a whole; what holds nothing but white space is none.
+
+    `empty` counts what was left out for that, and `undecodable` gathers the files that are not all UTF-8. With
+    `keep_empty` an empty file is a document too (the embedded text, whose tokens stay as the records' were).
+    """
     files: list[Path]
+    keep_empty: bool = False
+    empty: int = 0
     undecodable: set[Path] = field(default_factory=set)
 
     def count_documents(self) -> int:
-        """Lines that are not blank in .jsonl files, and every other file. Reads the .jsonl files once."""
-        count = 0
+        """How many there are. Reads all that can hold several, or nothing."""
+        self.empty, count = 0, 0
         for file in self.files:
-            if file.suffix.lower() == ".jsonl":
-                with open(file, "rb") as lines:
-                    count += sum(1 for line in lines if line.strip())
-            else:
-                count += 1
+            texts = (text for text, _ in self._texts(file)) if is_jsonl(file) else [self._begins(file)]
+            for text in texts:
+                is_document = bool(text.strip()) or self.keep_empty
+                count += is_document
+                self.empty += not is_document
         return count
 
     def pieces(self, label: str) -> Iterator[tuple[int, str]]:
@@ -129,32 +146,45 @@ class Corpus:
         document = 0
         with tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True, disable=None, leave=False) as progress:
             for file in self.files:
-                if file.suffix.lower() == ".jsonl":
-                    for text, num_bytes in self._jsonl_texts(file):
-                        stream = io.BytesIO(text.encode("utf-8", "surrogatepass"))  # JSON can hold a lone surrogate
-                        yield from ((document, self._decode(file, piece)) for piece in cut_pieces(stream))
+                if is_jsonl(file):
+                    for text, num_bytes in self._texts(file):
+                        if text.strip():
+                            stream = io.BytesIO(text.encode("utf-8", "surrogatepass"))  # JSON can hold a lone surrogate
+                            yield from ((document, self._decode(file, piece)) for piece in cut_pieces(stream))
+                            document += 1
                         progress.update(num_bytes)
-                        document += 1
-                else:
-                    with open(file, "rb") as stream:
+                elif self.keep_empty or self._begins(file).strip():
+                    with open_text(file) as stream:
                         for piece in cut_pieces(stream):
                             yield document, self._decode(file, piece)
                             progress.update(len(piece))
                     document += 1
 
-    def _jsonl_texts(self, file: Path) -> Iterator[tuple[str, int]]:
-        with open(file, "rb") as lines:
+    def _begins(self, file: Path) -> str:
+        """The file's text up to the first piece that is not white space alone."""
+        with open_text(file) as stream:
+            for piece in cut_pieces(stream):
+                if text := self._decode(file, piece).strip():
+                    return text
+        return ""
+
+    def _texts(self, file: Path) -> Iterator[tuple[str, int]]:
+        """The "text" of each line of a .jsonl file that is not blank, and the bytes of the line."""
+        with open_text(file) as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 try:
-                    record = json.loads(self._decode(file, line).lstrip("\ufeff"))
-                except ValueError as error:
+                    record = json.loads(self._decode(file, line))
+                except (ValueError, RecursionError) as error:
                     raise UserError(f"{file}, line {number}: found no JSON ({error}), expected an object with a "
                                     f'"text" field; mend or delete the line') from None
                 text = record.get("text") if isinstance(record, dict) else None
                 if not isinstance(text, str):
-                    found = f"the fields {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+                    found = f"a {type(record).__name__}"
+                    if isinstance(record, dict):
+                        found = f"the fields {sorted(record)}"
+                        found = f'"text": {json.dumps(text)[:40]}' if "text" in record else found
                     raise UserError(f'{file}, line {number}: found {found}, expected an object whose "text" is a '
                                     f'string; mend or delete the line')
                 yield text, len(line)
@@ -165,6 +195,35 @@ class Corpus:
         except UnicodeDecodeError:
             self.undecodable.add(file)
             return data.decode("utf-8", "replace")
+
+
+def is_jsonl(file: Path) -> bool:
+    return file.suffix.lower() == ".jsonl"
+
+
+def open_text(file: Path) -> io.BufferedIOBase:
+    """The file's text as UTF-8, without a byte-order mark, which tells UTF-16 and UTF-32 too.
+
+    Raises UserError for what is no text.
+    """
+    stream = open(file, "rb")
+    begin = stream.read(4096)
+    stream.seek(0)
+    for mark, encoding in MARKS.items():
+        if begin.startswith(mark):
+            stream.close()
+            with open(file, encoding=encoding, newline="") as text:
+                try:
+                    return io.BytesIO(text.read().encode("utf-8"))
+                except UnicodeError as error:
+                    raise UserError(f"{file}: found no {encoding} behind its byte-order mark ({error}), expected "
+                                    f"text; mend it, or leave it out") from None
+    if begin.count(0) * 100 > len(begin):
+        stream.close()
+        raise UserError(f"{file}: found {begin.count(0)} NUL bytes among its first {len(begin)}, expected text; leave "
+                        f"it out, or rename it")
+    stream.seek(3 if begin.startswith(codecs.BOM_UTF8) else 0)
+    return stream
 
 
 # ---- validation split -----------------------------------------------------------------------------------------------
@@ -201,7 +260,8 @@ def plan_split(corpus: Corpus, fraction: Fraction) -> Split:
     """Decide how to split. Counts the documents first, and where they are few the characters. Raises UserError."""
     num_documents = corpus.count_documents()
     if num_documents == 0:
-        raise UserError(f"found no document in {len(corpus.files)} files, expected one at least: the .jsonl are empty")
+        raise UserError(f"found no document in {len(corpus.files)} files, expected one at least: all {corpus.empty} "
+                        f"texts are empty")
     if num_documents >= FEW_DOCUMENTS and num_documents * fraction >= 1:
         return Split(fraction)
     num_chars = sum(len(text) for _, text in corpus.pieces("measuring"))
@@ -314,7 +374,8 @@ class ShardWriter:
             if self._file is None:
                 self._open()
             now, ids = ids[:self._room], ids[self._room:]
-            self._file.write(now.tobytes())
+            with self._named():
+                self._file.write(now.tobytes())
             self._room -= now.size
             self.num_tokens += now.size
             if self._room == 0:
@@ -326,19 +387,30 @@ class ShardWriter:
             return
         header = np.zeros(256, dtype=np.int32)
         header[:5] = SHARD_MAGIC, SHARD_VERSION, self.shard_tokens - self._room, self.vocab_size, self.doc_start
-        self._file.flush()
-        os.fsync(self._file.fileno())       # the tokens before the header that vouches for them
-        self._file.seek(0)
-        self._file.write(header.tobytes())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._named():
+            self._file.flush()
+            os.fsync(self._file.fileno())       # the tokens before the header that vouches for them
+            self._file.seek(0)
+            self._file.write(header.tobytes())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         self._file = None
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of the disk with the path, which those of an open file lack."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self.partials[-1]}: found {error.strerror}, expected to write a shard there; make room, "
+                            f"or choose another --out") from None
 
     def abandon(self) -> None:
         """Close and delete everything that was not published."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):     # what it still holds finds no room
+                self._file.close()
         for partial in self.partials:
             partial.unlink(missing_ok=True)
 
@@ -406,7 +478,8 @@ def make_shards(corpus: Corpus, out: Path, name: str, kind: str, vocab_size: int
     summary = Summary(tokenizer.vocab_size, tokenizer.doc_start)
 
     with exclusive(out, name):
-        writers = {part: ShardWriter(out, f"{name}_{part}", first, tokenizer.vocab_size, tokenizer.doc_start, shard_tokens)
+        ids = tokenizer.vocab_size, tokenizer.doc_start
+        writers = {part: ShardWriter(out, f"{name}_{part}", first, *ids, shard_tokens)
                    for part, first in (("train", 1), ("val", 0))}
         try:
             encode(split.assign(corpus.pieces("encoding")), tokenizer, writers, summary)
@@ -428,24 +501,15 @@ def own_files(out: Path, name: str, ending: str) -> list[Path]:
 
 @contextmanager
 def exclusive(out: Path, name: str) -> Iterator[None]:
-    """Keep a second run off these shards (it gets a UserError), and clear what a killed one left unpublished."""
-    out.mkdir(parents=True, exist_ok=True)
-    lock = out / f".{name}.lock"
-    try:
-        with FileLock(lock, timeout=0):
-            try:
-                for partial in own_files(out, name, ".bin.partial"):
-                    partial.unlink()
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-    except Timeout:
-        raise UserError(f"{out}: found another run making {name} shards here; wait for it or choose another "
-                        f"--out") from None
+    """Keep a second run off the folder (it gets a UserError), and clear what a killed one left unpublished."""
+    with lock_folder(out, "making shards"):
+        for partial in own_files(out, name, ".bin.partial"):
+            partial.unlink()
+        yield
 
 
 def swap_in(out: Path, name: str, writers: dict[str, ShardWriter], tokenizer: bytes) -> None:
-    """Replace the shards of that name and the tokenizer beside them by new ones.
+    """Replace the shards of that name by new ones, and the tokenizer and the hashes beside them.
 
     Validation shards go first and come last: a swap cut short leaves a set without them, which the trainer refuses.
     """
@@ -455,13 +519,15 @@ def swap_in(out: Path, name: str, writers: dict[str, ShardWriter], tokenizer: by
         if not beside.exists() or beside.read_bytes() != tokenizer:
             raise UserError(f"{out}: found shards of another tokenizer here ({others[0]}), expected none; "
                             f"choose another --out, or --name to replace them")
-    partial = out / f"{TOKENIZER_FILE}.partial"
-    partial.write_bytes(tokenizer)
-    for shard in stale:
-        shard.unlink()
-    partial.replace(beside)
+    with written_whole(beside) as part:
+        part.write_bytes(tokenizer)
+        for shard in stale:
+            shard.unlink()
+        (out / SHARD_HASHES).unlink(missing_ok=True)  # it names some that are gone
     writers["train"].publish()
     writers["val"].publish()
+    shards = [open_shard(path) for part in writers for path in sorted(out.glob(f"*_{part}_*.bin"))]
+    save_shard_hashes(out, shard_hashes(shards))
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -524,12 +590,15 @@ def check_args(args: argparse.Namespace) -> None:
     args.out = args.out or Path(__file__).resolve().parent / args.name
 
 
-def run(args: argparse.Namespace) -> None:
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     check_args(args)
     start = time.perf_counter()
-    corpus = Corpus(find_files(args.paths) if args.paths else torch_files())
+    corpus = Corpus(find_files(args.paths)) if args.paths else Corpus(torch_files(), keep_empty=True)
     made = make_shards(corpus, args.out, args.name, args.tokenizer, args.vocab_size, args.val_fraction,
                        args.shard_tokens)
+    if corpus.empty:
+        print(f"{corpus.empty:,} empty texts are left out")
     if corpus.undecodable:
         first = ", ".join(str(file) for file in sorted(corpus.undecodable)[:5])
         print(f"{len(corpus.undecodable)} files are not all UTF-8; what is not became U+FFFD: {first}")
@@ -542,17 +611,5 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.out}: written in {time.perf_counter() - start:.1f} s")
 
 
-def main(argv: list[str] | None = None) -> int:
-    try:
-        run(parse_args(argv))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; run the same command again", file=sys.stderr)
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
