@@ -1,6 +1,6 @@
 """Fetch FineWeb's GPT-2 token shards, and check folders of shards.
 
-    python data/fineweb.py [N] [--out DIR] [--tokenizer]  the first N training shards (default 9, of 103) and validation
+    python data/fineweb.py [N] [--out DIR] [--tokenizer]  the first N training shards (default 5, of 103) and validation
     python data/fineweb.py verify DIR [DIR ...]           every *.bin in these folders, of any vocabulary
 
 A shard holds 100 million tokens in 200 MB. What is there and whole stays; what is missing or broken is fetched,
@@ -31,6 +31,7 @@ from train_gpt import (GPT2_DOC_START, GPT2_VOCAB_SIZE, SHARD_HASHES, TOKENIZER_
 
 REPO = "kjj0/fineweb10B-gpt2"
 NUM_TRAIN_SHARDS = 103
+PRESET_SHARDS = 5  # what the fineweb presets read: 419 million tokens
 MAX_BACKOFF_S = 60.0
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -83,10 +84,11 @@ def diagnose(error: Exception) -> Failure:
         if status == 404:
             return Failure(f"the hub has no such file (404) in dataset {REPO}", is_final=True, hub_answered=True)
         retry_after = headers.get("Retry-After", "")
-        return Failure(f"the hub answered {status}: {first_line}", is_final=status < 500 and status not in (408, 429),
+        return Failure(f"the hub answered {status} at {str(error.response.url).partition('?')[0]}", is_final=status < 500 and status not in (408, 429),
                        hub_answered=True, retry_after_s=float(retry_after) if retry_after.isdigit() else 0.0)
     is_final = isinstance(error, OfflineModeIsEnabled) or getattr(error, "errno", None) in DISK_FAULTS
-    return Failure(f"{type(error).__name__}: {first_line}", is_final, hub_answered=began)
+    asked = os.environ.get("HF_ENDPOINT") or "the hub's own address (HF_ENDPOINT names another)"
+    return Failure(f"{type(error).__name__} at {asked}: {first_line}", is_final, hub_answered=began)
 
 
 @dataclass
@@ -274,7 +276,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.add_argument("verify", choices=["verify"])
         parser.add_argument("folders", metavar="DIR", nargs="+", type=Path)
         return parser.parse_args(argv)
-    parser.add_argument("num_train", metavar="N", nargs="?", type=int, default=9, help="training shards; default: 9")
+    parser.add_argument("num_train", metavar="N", nargs="?", type=int, default=PRESET_SHARDS,
+                        help=f"training shards; default: {PRESET_SHARDS}, as the presets read")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "fineweb10B",
                         help="folder for the shards; default: data/fineweb10B")
     parser.add_argument("--workers", type=int, default=4, help="downloads at a time; more brings 429s; default: 4")

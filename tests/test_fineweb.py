@@ -1,4 +1,5 @@
 """data/fineweb.py as its users run it, a process of its own, against a hub on 127.0.0.1; and `verify`, in-process."""
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from data import fineweb
 from hub_server import COMMIT, Hub
-from tokens import canonical_ids, load_tokenizer
+from train_gpt import (TRACKS, UserError, load_tokenizer, open_shard, parse_args, save_shard_hashes,
+                       shard_hashes)
 
 VAL, TRAIN_1, TRAIN_2, TRAIN_3 = fineweb.shard_names(3)
 
@@ -46,8 +48,20 @@ def fetch(tmp_path, endpoint, *arguments):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below folder, hidden ones too."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file below folder, hidden ones too, but the lock and the hashes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name not in (".lock", "shards.json")}
+
+
+def kept(folder: Path) -> dict[str, list]:
+    return json.loads((folder / "shards.json").read_text())
+
+
+def refused(*arguments) -> str:
+    """The words with which a command is refused."""
+    with pytest.raises(UserError) as error:
+        fineweb.main([*map(str, arguments)])
+    return str(error.value)
 
 
 def test_faults_that_pass_are_survived_and_no_copy_is_left(tmp_path, files):
@@ -62,8 +76,14 @@ def test_faults_that_pass_are_survived_and_no_copy_is_left(tmp_path, files):
         result = fetch(tmp_path, hub.endpoint, "3")
     assert result.returncode == 0, result.stderr
     assert contents(tmp_path / "out") == files
+    for name, (size, changed_ns, digest) in kept(tmp_path / "out").items():
+        shard_file = tmp_path / "out" / name
+        assert (size, changed_ns) == (len(files.pop(name)), shard_file.stat().st_mtime_ns)
+        assert digest == open_shard(shard_file).hash()
+    assert not files                                        # all are known
     assert not any(faults.values())                         # every fault took place
-    assert "the hub answered 429" in result.stderr and "the hub answered 503" in result.stderr
+    assert f"the hub answered 429 at {hub.endpoint}" in result.stderr
+    assert f"the hub answered 503 at {hub.endpoint}/datasets/{fineweb.REPO}/resolve/main/{TRAIN_2}" in result.stderr
     assert "found token id 60000" in result.stderr
     sizes = [len(data) for name, data in contents(tmp_path / "hf").items() if not name.endswith(VAL)]
     assert sum(sizes) < 3000                                # less than half a shard: no copy of any in a cache
@@ -80,7 +100,7 @@ def test_a_rerun_repairs_and_leaves_the_whole_alone(tmp_path, files):
     with Hub(fineweb.REPO, files) as hub:
         result = fetch(tmp_path, hub.endpoint, "3")
     assert result.returncode == 0, result.stderr
-    assert contents(out) == files
+    assert contents(out) == files and kept(out).keys() == files.keys()
     assert {name for _, name in hub.requests} == {TRAIN_1, TRAIN_2, TRAIN_3}
     assert f"{TRAIN_1}: found 7022 bytes, expected 7024" in result.stderr
     assert f"{TRAIN_2}: found vocabulary size 257" in result.stderr
@@ -94,7 +114,7 @@ def test_what_stays_missing_is_named(tmp_path, files):
     with Hub(fineweb.REPO, files, faults) as hub:
         result = fetch(tmp_path, hub.endpoint, "3", "--tries=3")
     assert result.returncode == 1
-    assert contents(tmp_path / "out") == {VAL: files[VAL]}
+    assert contents(tmp_path / "out") == {VAL: files[VAL]} and kept(tmp_path / "out").keys() == {VAL}
     error = result.stderr[result.stderr.index("error: "):]
     assert "3 of 4 shards are missing" in error and "kjj0/fineweb10B-gpt2" in error and VAL not in error
     assert f"{TRAIN_1}: the hub has no such file (404)" in error
@@ -113,6 +133,7 @@ def test_no_hub_is_one_error_that_says_what_to_do(tmp_path):
     assert "4 of 4 shards are missing" in result.stderr and "by hand" in result.stderr
     assert all(name in result.stderr for name in fineweb.shard_names(3))
     assert result.stderr.count("next try") == 1             # the first shard's retry; the others are not tried
+    assert hub.endpoint in result.stderr                    # the address that was asked
     assert contents(tmp_path / "out") == {}
 
 
@@ -121,7 +142,8 @@ def test_a_tokenizer_that_cannot_be_had_costs_no_shard(tmp_path, files):
         started = command(tmp_path, hub.endpoint, "--backoff_s=0.01", "1", "--tokenizer")
         started["env"] |= {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"}
         result = subprocess.run(**started, timeout=120)
-    assert result.returncode == 1 and "tiktoken could not fetch GPT-2's vocabulary" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "tiktoken could not fetch GPT-2's vocabulary" in result.stderr
     assert contents(tmp_path / "out") == {name: files[name] for name in (VAL, TRAIN_1)}
 
 
@@ -133,10 +155,9 @@ def test_the_tokenizer_beside_the_shards_is_gpt2s(tmp_path):
     sys.path.insert(0, str(ROOT / "data"))
     fineweb.write_tokenizer(tmp_path / "tokenizer.tiktoken")
     sys.path.remove(str(ROOT / "data"))
-    loaded = load_tokenizer(tmp_path)
-    assert loaded.encode_ordinary("Hello wörld, 123") == encoding.encode_ordinary("Hello wörld, 123") and loaded.n_vocab == 50257
-    ids = canonical_ids(tmp_path, 50257)
-    assert ids[encoding.encode_single_token(" The")] == ids[encoding.encode_single_token(" the")] and ids[50256] == 50256
+    loaded = load_tokenizer(tmp_path, 50257)
+    assert loaded.encode_ordinary("Hello wörld, 123") == encoding.encode_ordinary("Hello wörld, 123")
+    assert loaded.n_vocab == 50257
 
 
 def test_interrupt_leaves_nothing_half_written(tmp_path, files):
@@ -161,20 +182,23 @@ def test_backoff_grows_and_obeys_the_server():
     assert fineweb.backoff_s(1, 1.0, 300.0) == 300.0
 
 
+def test_the_presets_shards_are_the_default():
+    needed = max(parse_args(["--device=cpu", f"--track={track}"]).tokens_before(10**9) for track in TRACKS if "fineweb" in track)
+    assert -(-needed // 100_000_000) == fineweb.PRESET_SHARDS
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["0"], "N=0: expected 1 to 103"), (["104"], "N=104: expected 1 to 103"), (["1", "--workers=0"], "--workers=0"),
     (["1", "--tries=0"], "--tries=0"), (["1", "--backoff_s=-1"], "--backoff_s=-1"),
     (["1", "--backoff_s=nan"], "--backoff_s=nan")])
-def test_bad_arguments(tmp_path, capsys, arguments, message):
-    assert fineweb.main([*arguments, f"--out={tmp_path / 'out'}"]) == 1
-    assert message in capsys.readouterr().err
+def test_bad_arguments(tmp_path, arguments, message):
+    assert message in refused(*arguments, f"--out={tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
 
 
-def test_second_run_is_refused(tmp_path, capsys):
+def test_second_run_is_refused(tmp_path):
     with fineweb.staging_folder(tmp_path):
-        assert fineweb.main(["1", f"--out={tmp_path}"]) == 1
-    assert "another run" in capsys.readouterr().err
+        assert "found another process fetching shards there" in refused("1", f"--out={tmp_path}")
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------
@@ -187,7 +211,7 @@ def folder(tmp_path):
 
 
 def test_verify_whole(folder, capsys):
-    assert fineweb.main(["verify", str(folder)]) == 0
+    fineweb.main(["verify", str(folder)])
     out = capsys.readouterr().out
     assert out.count("ok  ") == 3 and "3 shards, 0 bad, 1,000 tokens for training, 500 for validation" in out
 
@@ -202,20 +226,33 @@ def test_verify_whole(folder, capsys):
 ])
 def test_verify_names_the_bad_file(folder, capsys, name, data, message):
     (folder / name).write_bytes(data)
-    assert fineweb.main(["verify", str(folder)]) == 1
-    out, err = capsys.readouterr()
+    err, out = refused("verify", folder), capsys.readouterr().out
     assert out.count("ok  ") == 2 and out.count("BAD ") == 1 and "3 shards, 1 bad" in out
     assert str(folder / name) in err and message in err
 
 
 @pytest.mark.parametrize("name, part", [("a_val_000000.bin", "_val_"), ("a_train_*.bin", "_train_")])
-def test_verify_wants_both_parts(folder, capsys, name, part):
+def test_verify_wants_both_parts(folder, name, part):
     for file in folder.glob(name):
         file.unlink()
-    assert fineweb.main(["verify", str(folder)]) == 1
-    assert f"found no whole *{part}*.bin" in capsys.readouterr().err
+    assert f"found no whole *{part}*.bin" in refused("verify", folder)
 
 
-def test_verify_missing_folder_among_good(folder, capsys):
-    assert fineweb.main(["verify", str(folder), str(folder / "none")]) == 1
-    assert f"{folder / 'none'}: found no such folder" in capsys.readouterr().err
+def test_verify_missing_folder_among_good(folder):
+    assert f"{folder / 'none'}: found no such folder" in refused("verify", folder, folder / "none")
+
+
+def test_verify_names_a_shard_with_a_changed_token(folder, capsys):
+    """One id that became another valid one, size and time of change as they were: only the kept hash can tell."""
+    shards = [open_shard(path) for path in sorted(folder.glob("*.bin"))]
+    save_shard_hashes(folder, shard_hashes(shards))
+    fineweb.main(["verify", str(folder)])
+    changed, status = shards[1].path, shards[1].path.stat()
+    data = bytearray(changed.read_bytes())
+    data[1024 + 2 * 250] ^= 1
+    changed.write_bytes(data)
+    os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns))
+    capsys.readouterr()
+    err, out = refused("verify", folder), capsys.readouterr().out
+    assert err.startswith("1 faults:") and f"{changed}: found tokens of hash" in err and "shards.json" in err
+    assert out.count("ok  ") == 2 and out.count("BAD ") == 1
