@@ -1,6 +1,7 @@
 """data/text.py: its shards decode to the text it read, split as documented; faults leave nothing that looks whole."""
 import base64
 import functools
+import hashlib
 import io
 import json
 import os
@@ -17,8 +18,7 @@ import tiktoken
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from data import text
-from harness import UserError
-from tokens import load_tokenizer, open_shard, tokenizer_encoding
+from train_gpt import UserError, load_tokenizer, open_shard, tokenizer_encoding
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"      # as published
 # CRLF, runs of spaces, no newline at the end, letters of one to four bytes, the document start's own name, a NUL.
@@ -38,8 +38,15 @@ def words(num_chars: int, seed: int = 0) -> str:
 
 
 def run(*arguments, out: Path) -> Path:
-    assert text.main([*map(str, arguments), f"--out={out}", "--name=t"]) == 0
+    text.main([*map(str, arguments), f"--out={out}", "--name=t"])
     return out
+
+
+def refused(*arguments) -> str:
+    """The words with which a run is refused."""
+    with pytest.raises(UserError) as error:
+        text.main([*map(str, arguments)])
+    return str(error.value)
 
 
 def read(out: Path, part: str) -> np.ndarray:
@@ -47,7 +54,7 @@ def read(out: Path, part: str) -> np.ndarray:
     shards = [open_shard(path) for path in sorted(out.glob(f"t_{part}_*.bin"))]
     assert shards
     for shard in shards:
-        shard.check_ids()
+        shard.hash()
     return np.concatenate([shard.read() for shard in shards])
 
 
@@ -56,12 +63,13 @@ def documents(out: Path, part: str) -> list[str]:
     doc_start = open_shard(next(out.glob("t_val_*.bin"))).doc_start
     tokens = read(out, part)
     assert tokens[0] == doc_start
-    encoding = load_tokenizer(out)
+    encoding = load_tokenizer(out, doc_start + 1)
     return [encoding.decode(ids[1:].tolist()) for ids in np.split(tokens, np.flatnonzero(tokens == doc_start)[1:])]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Every file in folder but the lock and the hashes, which hold times."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (".lock", "shards.json")}
 
 
 @pytest.fixture
@@ -153,7 +161,7 @@ def test_tokenizer_file_is_tiktokens_own(jsonl, tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")            # tiktoken caches even local files
     ranks = tiktoken.load.load_tiktoken_bpe(str(out / "tokenizer.tiktoken"))
     assert sorted(ranks.values()) == list(range(399))
-    encoding = load_tokenizer(out)
+    encoding = load_tokenizer(out, 400)
     assert encoding.n_vocab == 400 and encoding.decode([399]) == "<|endoftext|>"
     assert all(encoding.decode_single_token_bytes(rank) == token for token, rank in ranks.items())
 
@@ -162,7 +170,7 @@ def test_tokenizer_file_is_tiktokens_own(jsonl, tmp_path, monkeypatch):
 def test_damaged_tokenizer_file(tmp_path, line):
     (tmp_path / "tokenizer.tiktoken").write_bytes(base64.b64encode(b"z") + b" 0\n" + line + b"\n")
     with pytest.raises(UserError, match="tokenizer.tiktoken: found a damaged line .* expected"):
-        load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path, 3)
 
 
 def test_gpt2_offline_names_the_files_that_tiktoken_looks_for(tmp_path):
@@ -251,10 +259,9 @@ def test_cut_holds_across_pieces(tmp_path, monkeypatch, fraction):
 @pytest.mark.parametrize("content, message", [("", "found no document"), ("\n \n", "found no document"),
                                               ('{"text": ""}\n', "found 0 characters in 1 documents"),
                                               ('{"text": "abc"}\n', "found 3 characters in 1 documents")])
-def test_too_little_text(tmp_path, capsys, content, message):
+def test_too_little_text(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_text(content)
-    assert text.main([str(tmp_path / "a.jsonl"), f"--out={tmp_path / 'out'}"]) == 1
-    assert message in capsys.readouterr().err
+    assert message in refused(tmp_path / "a.jsonl", f"--out={tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
 
 
@@ -306,10 +313,9 @@ def test_cut_pieces_keeps_bytes_and_characters(data, monkeypatch):
 @pytest.mark.parametrize("line, message", [
     ('{"text": "a"', "line 3: found no JSON"), ('{"txt": "a"}', r"line 3: found the fields ['txt']"),
     ('["a"]', "line 3: found a list"), ('{"text": 7}', "line 3: found the fields ['text']")])
-def test_bad_jsonl_names_the_line(tmp_path, capsys, line, message):
+def test_bad_jsonl_names_the_line(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n\n' + line + "\n")
-    assert text.main([str(tmp_path / "a.jsonl"), f"--out={tmp_path / 'out'}"]) == 1
-    err = capsys.readouterr().err
+    err = refused(tmp_path / "a.jsonl", f"--out={tmp_path / 'out'}")
     assert f"a.jsonl, {message}" in err and "expected an object" in err
     assert not (tmp_path / "out").exists()
 
@@ -318,7 +324,7 @@ MEASURE = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
 from data import text
-assert text.main(sys.argv[2:]) == 0
+text.main(sys.argv[2:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 
@@ -389,16 +395,26 @@ def test_no_stale_shard_survives_and_no_other_is_touched(jsonl, tmp_path):
     assert set(contents(out)) == {"t_train_000001.bin", "t_val_000000.bin", "tokenizer.tiktoken", "notes.txt", other}
 
 
-def test_another_sets_tokenizer_is_not_overwritten(jsonl, tmp_path, capsys):
+def test_another_sets_tokenizer_is_not_overwritten(jsonl, tmp_path):
     file = jsonl([words(300, i) for i in range(20)])
     before = contents(run(file, "--tokenizer=bytes", out=tmp_path / "out"))
-    assert text.main([str(file), f"--out={tmp_path / 'out'}", "--name=u", "--vocab_size=300"]) == 1
-    assert "shards of another tokenizer here (t_train_000001.bin)" in capsys.readouterr().err
+    assert "shards of another tokenizer here (t_train_000001.bin)" in \
+        refused(file, f"--out={tmp_path / 'out'}", "--name=u", "--vocab_size=300")
     assert contents(tmp_path / "out") == before
 
 
-class Interrupted(BaseException):
-    """Stands for Ctrl-C at a given place."""
+def test_hashes_are_kept_beside_the_shards(jsonl, tmp_path):
+    """Of size, time of change, and all tokens; of another set's too, and of none that is gone."""
+    out = tmp_path / "out"
+    run(jsonl([f"document {i}" for i in range(40)]), "--tokenizer=bytes", "--shard_tokens=200", out=out)
+    text.main([str(jsonl(["more"] * 40)), "--tokenizer=bytes", f"--out={out}", "--name=u"])
+    run(jsonl([f"document {i}" for i in range(20)]), "--tokenizer=bytes", "--shard_tokens=200", out=out)
+    kept, shards = json.loads((out / "shards.json").read_text()), {path.name: path for path in out.glob("*.bin")}
+    assert kept.keys() == shards.keys() and len(kept) == 5
+    for name, (size, changed_ns, digest) in kept.items():
+        raw = shards[name].read_bytes()
+        assert (size, changed_ns) == (len(raw), shards[name].stat().st_mtime_ns)
+        assert digest == hashlib.sha256(f"{(size - 1024) // 2} 257 256".encode() + raw[1024:]).hexdigest()
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError("No space left on device")])
@@ -412,8 +428,8 @@ def test_interrupted_run_keeps_what_was_there(jsonl, tmp_path, monkeypatch, inte
         assert list(out.glob("t_train_*.partial"))
         raise interruption
     monkeypatch.setattr(text.ShardWriter, "write", write)
-    code = text.main([str(file), "--vocab_size=300", f"--out={out}", "--name=t", "--shard_tokens=9000"])
-    assert code == (130 if interruption is KeyboardInterrupt else 1)
+    with pytest.raises(interruption if isinstance(interruption, type) else OSError):
+        run(file, "--vocab_size=300", "--shard_tokens=9000", out=out)
     assert contents(out) == before
 
 
@@ -450,8 +466,10 @@ def test_swap_cut_short_leaves_no_validation_shard(jsonl, tmp_path, monkeypatch)
         publish(writer)
         raise KeyboardInterrupt
     monkeypatch.setattr(text.ShardWriter, "publish", publish_train_only)
-    assert text.main([str(jsonl(["new"] * 20)), "--tokenizer=bytes", f"--out={out}", "--name=t"]) == 130
+    with pytest.raises(KeyboardInterrupt):
+        run(jsonl(["new"] * 20), "--tokenizer=bytes", out=out)
     assert set(contents(out)) == {"t_train_000001.bin", "tokenizer.tiktoken"}
+    assert not (out / "shards.json").exists()       # it knew the old ones
 
 
 @pytest.mark.parametrize("ids", [[0, 257], [-1, 3], [65536]])
@@ -482,10 +500,10 @@ def change(position: int, value: int):
 def test_damaged_shards_are_refused(tmp_path, damage, message):
     (tmp_path / "a.txt").write_text("abcdefghij")
     path = run(tmp_path / "a.txt", "--tokenizer=bytes", out=tmp_path / "out") / "t_train_000001.bin"
-    open_shard(path).check_ids()
+    open_shard(path).hash()
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError) as error:
-        open_shard(path).check_ids()
+        open_shard(path).hash()
     assert str(path) in str(error.value) and message in str(error.value) and "expected" in str(error.value)
 
 
@@ -526,13 +544,12 @@ def test_torch_is_found_where_it_is_installed():
     (["a.txt", f"--shard_tokens={1 << 31}"], "--shard_tokens=2147483648: expected 1 to 2147483647"),
     (["a.txt", "--name=a/b"], "--name=a/b"), (["a.txt", "--name="], "--name="),
 ])
-def test_bad_arguments(tmp_path, monkeypatch, capsys, arguments, message):
+def test_bad_arguments(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text(words(1000))
     (tmp_path / "image.png").write_text("")
     (tmp_path / "empty").mkdir()
-    assert text.main([*arguments, "--out=out"]) == 1
-    assert "error: " in (err := capsys.readouterr().err) and message in err
+    assert message in refused(*arguments, "--out=out")
     assert not (tmp_path / "out").exists()
 
 
@@ -544,11 +561,11 @@ def test_arguments_that_do_not_parse(arguments, capsys):
     assert exit.value.code == 2 and arguments[1].split("=")[0] in capsys.readouterr().err
 
 
-def test_second_run_is_refused(tmp_path, capsys):
+def test_second_run_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text(words(1000))
     with text.exclusive(tmp_path, "t"):
-        assert text.main([str(tmp_path / "a.txt"), "--tokenizer=bytes", f"--out={tmp_path}", "--name=t"]) == 1
-    assert "another run" in capsys.readouterr().err and set(contents(tmp_path)) == {"a.txt"}
+        said = refused(tmp_path / "a.txt", "--tokenizer=bytes", f"--out={tmp_path}", "--name=t")
+    assert "found another process making shards there" in said and set(contents(tmp_path)) == {"a.txt"}
 
 
 def test_summary_counts(jsonl, tmp_path, capsys):
