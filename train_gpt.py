@@ -6,7 +6,7 @@ examples:
     python train_gpt.py --ngram_rows=0 --seed=3 --dry_run       flags above the track's; this prints the plan alone
 
 The file reads top to bottom as a token travels: config, errors, ranks, tokens, n-gram table, layers, model, update rules,
-optimizer, schedules, plan, log, checkpoints, training, main. Importing it does nothing. Scripts under data/ and records/ import
+schedules, optimizer, plan, log, checkpoints, training, main. Importing it does nothing. Scripts under data/ and records/ import
 it; a variant of the trainer subclasses Config, GPT or NgramTable and calls `main` with them (records/README.md).
 """
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Config:
         need(len(self.ngram_split) in (0, len(orders)) and all(weight > 0 for weight in self.ngram_split), "ngram_split",
              f"one positive whole number for each of the {len(orders)} orders")
         need(self.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
-        smallest = min(high - low for low, high in channel_bounds(self))
+        smallest = min(c.high - c.low for c in self.channels)
         need(smallest >= 2, "ngram_rows", f"at least 2 rows a hash, one being reserved (found {smallest})")
 
     @functools.cached_property
@@ -230,6 +230,11 @@ class Config:
     def ngram_row_dim(self) -> int:
         """Width of a row of the table. A seam."""
         return self.ngram_dim
+
+    @property
+    def ngram_state_bytes(self) -> int:
+        """What the table's update keeps of a row: a second moment and the number of its last update. A seam."""
+        return 8
 
 
 class Stage(NamedTuple):
@@ -391,7 +396,7 @@ def run_command(main, *arguments, **options) -> None:
         record(main)(*arguments, **options)
         return
     except Stopped as stopped:
-        status, text = stopped.code, stopped.text
+        status, text, speaks = stopped.code, stopped.text, getattr(stopped, "first", speaks)
     except FollowingError:
         text = ""
     except KeyboardInterrupt:
@@ -400,7 +405,7 @@ def run_command(main, *arguments, **options) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status, text = 141, ""
     except Exception as error:
-        text, speaks = describe(error), speaks or hasattr(error, "first")
+        text, speaks = describe(error), getattr(error, "first", speaks)
         if not isinstance(error, (UserError, OSError)):
             traceback.print_exc()
     if text and speaks:
@@ -509,12 +514,14 @@ def join_world(config, stop: StopSignal | None = None):
     try:
         yield world
     except BaseException as error:
+        first, text = world.first_failure(describe(error))  # before the other ranks can notice
         if world.device.type == "cpu":  # NCCL may wait for a partner that is gone; the process is about to end anyhow
             dist.destroy_process_group()
-        first, text = world.first_failure(describe(error))
+        for loader in [thread for thread in threading.enumerate() if isinstance(thread, Loader)]:
+            loader.end()
         if first != rank and not isinstance(error, Stopped):
             raise FollowingError(f"rank {first} failed first: {text}") from None
-        error.first = True
+        error.first = first == rank
         raise
     dist.destroy_process_group()
 
@@ -554,8 +561,10 @@ class StopSignal:
             signal.signal(signum, handler)
 
     def handle(self, signum: int, frame) -> None:
-        again, self.signum = self.signum, self.signum or signum
-        if again or not self.may_wait or self.world.store.check(["first_failure"]):
+        at_once, self.signum = self.signum or not self.may_wait, self.signum or signum
+        with suppress(dist.DistError):  # torchrun itself is gone
+            at_once = at_once or self.world.store.check(["first_failure"])
+        if at_once:
             raise Stopped(self.signum)
 
     def asked(self) -> bool:
@@ -631,8 +640,9 @@ def shard_hashes(shards: list[Shard], rank: int = 0, size: int = 1) -> dict[str,
     What the folder's manifest holds of a file that has kept its size and time is not read again; of the others rank reads its part alone.
     """
     known = {}
-    with suppress(OSError, ValueError):
-        known = json.loads((shards[0].path.parent / SHARD_HASHES).read_text())
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # a damaged one says nothing
+        listed = json.loads((shards[0].path.parent / SHARD_HASHES).read_text())
+        known = {name: entry for name, entry in listed.items() if len(entry) == 3 and len(entry[2]) == 64}
     stamps = {shard.path.name: [(stat := shard.path.stat()).st_size, stat.st_mtime_ns] for shard in shards}
     unknown = [shard for shard in shards if known.get(shard.path.name, [])[:2] != stamps[shard.path.name]]
     return {name: known[name] for name in stamps.keys() - {shard.path.name for shard in unknown}} | \
@@ -794,7 +804,7 @@ def rank_batch(stream: TokenStream, first_row: int, num_rows: int, micro_rows: i
     return make_batch(stream.read(first_row + first, last - first), -(-num_rows // world.size), micro_rows, doc_start, length)
 
 
-class Loader:
+class Loader(threading.Thread):
     """prepare(call) for each call, in order, made by a daemon thread up to AHEAD calls before it is asked for.
 
     The training thread alone decides what is asked for, so all ranks ask for the same, and the collectives inside `prepare` find
@@ -803,15 +813,18 @@ class Loader:
     AHEAD = 4
 
     def __init__(self, prepare, calls: range):
+        super().__init__(daemon=True, name="loader")
         self.prepare, self.calls, self.asked, self.made = prepare, calls, 0, 0
-        self.ready, self.error, self.changed = deque(), None, threading.Condition()
-        threading.Thread(target=self.work, daemon=True, name="loader").start()
+        self.ready, self.error, self.ended, self.changed = deque(), None, False, threading.Condition()
+        self.start()
 
-    def work(self) -> None:
+    def run(self) -> None:
         try:
             for call in self.calls:
                 with self.changed:
-                    self.changed.wait_for(lambda: self.made < self.asked + self.AHEAD)
+                    self.changed.wait_for(lambda: self.ended or self.made < self.asked + self.AHEAD)
+                    if self.ended:
+                        return
                 item = self.prepare(call)
                 with self.changed:
                     self.ready.append(item)
@@ -838,6 +851,16 @@ class Loader:
         """Wait until the thread has made all that it may, so that it works only while the clock runs."""
         with self.changed:
             self.changed.wait_for(lambda: self.error or self.made == min(self.asked + self.AHEAD, len(self.calls)))
+            if self.error:  # which the other ranks would wait for: their loaders for this one, and they for their loaders
+                raise self.error
+
+    def end(self) -> None:
+        """Wait, within reason, until the thread has ended: where one comes back from a collective while Python itself ends,
+        the process crashes."""
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+        self.join(timeout=10)
 
 
 TOKENIZER_FILE = "tokenizer.tiktoken"
@@ -877,7 +900,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int):
 # =====================================================================================================================
 
 # Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are those of modded-nanogpt pull request
-# #360 (record 92), as are the signs, the one second moment a row and the decay.
+# #360, as are the signs, the one second moment a row and the decay.
 ROW_MULTIPLIERS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (52951, 22277, 64033, 31393)}
 SIGN_MULTIPLIERS = {2: (48271, 30011), 3: (58699, 39779, 26801), 4: (40009, 61027, 20897, 33601)}
 SIGN_POOL_SEED = 20260905  # never the run's seed
@@ -1431,21 +1454,22 @@ class HostRows:
 
 
 # =====================================================================================================================
-# Layers: rotary positions, attention that stays inside its segment, squared-ReLU MLP, and the loss.
+# Model: a pre-norm GPT with rotary positions, attention inside a segment, squared-ReLU MLPs, a softcapped loss, and a
+# residual stream that takes in the token embedding and the n-gram memory before every block.
 # =====================================================================================================================
 
 ROTARY_BASE = 10_000.0
-SOFTCAP, SHIFT, WIDTH = 23.0, 5.0, 7.5  # logits become SOFTCAP * sigmoid((logit + SHIFT) / WIDTH), as in recent speedrun records
+SOFTCAP, SHIFT, WIDTH = 23.0, 5.0, 7.5  # logits become SOFTCAP * sigmoid((logit + SHIFT) / WIDTH), as in recent records
+GATE_DIM = 12  # a gate looks at this much of the residual stream
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / rms(x) over the last dimension; half the passes over memory of what autograd makes of F.rms_norm on a CPU."""
+    """x / rms(x) over the last dimension; half the passes over memory that autograd makes of F.rms_norm on a CPU."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square() / x.shape[-1]
-        scale = (mean_square + 1e-6).rsqrt()
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        scale = (norm.square() / x.shape[-1] + 1e-6).rsqrt()
         y = (x * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
         return y
@@ -1473,12 +1497,9 @@ class SquaredReLU(torch.autograd.Function):
 
 
 def rotary_table(config: Config, stage: int) -> Tensor:
-    """float32 [2, seq_len, head_dim / 2]: cosines and sines, as the stage's long window wants them.
-
-    When the window grows, YaRN (arXiv:2309.00071) slows the pairs that turned less than once in the old one by the ratio of the
-    windows, leaves those that turned more than 32 times, and sharpens attention by 1 + 0.1 ln(ratio), which goes into both factors
-    of the product as its root.
-    """
+    """float32 [2, seq_len, head_dim / 2]: cosines and sines for the stage's long window. Where that has grown, YaRN
+    (arXiv:2309.00071) slows the pairs that turned less than once in the old one by the ratio of both, leaves those that
+    turned 32 times, and sharpens attention by 1 + 0.1 ln(ratio), the root of it in each factor."""
     head_dim = config.model_dim // config.heads
     frequency = ROTARY_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
     windows, sharper = [stage.windows[1] for stage in config.stage_list[:stage + 1]], 1.0
@@ -1492,59 +1513,46 @@ def rotary_table(config: Config, stage: int) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """x [..., L, D], rotary [2, L, D/2]: turns the pair (i, i + D/2) of each position by its angle, and gradients back."""
+    """x [..., L, D], rotary [2, L, D/2] -> x with the pair (i, i + D/2) of each position turned by its angle."""
 
     @staticmethod
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = torch.empty_like(x)
+    def forward(ctx, x: Tensor, rotary: Tensor) -> Tensor:
+        ctx.save_for_backward(rotary)
+        (cos, sin), y = rotary[:, :x.shape[-2]].to(x.dtype), torch.empty_like(x)
         (a, b), (ya, yb) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
         ya.copy_(a * cos).addcmul_(b, sin, value=-1)
         yb.copy_(b * cos).addcmul_(a, sin)
         return y
 
     @staticmethod
-    def forward(ctx, x: Tensor, rotary: Tensor) -> Tensor:
-        cos, sin = rotary[:, :x.shape[-2]].to(x.dtype)
-        ctx.save_for_backward(cos, sin)
-        return Rotate.turn(x, cos, sin)
-
-    @staticmethod
     def backward(ctx, grad: Tensor):
-        cos, sin = ctx.saved_tensors
-        return Rotate.turn(grad, cos, -sin), None
+        cos, sin = ctx.saved_tensors[0]
+        return Rotate.apply(grad, torch.stack((cos, -sin))), None
 
 
 def attention_mask(starts: Tensor, window: int, flex: bool) -> Tensor | BlockMask:
-    """starts bool [B, L] -> who sees whom: position q sees k where q - window < k <= q lies in the same segment.
-
-    bool [B, 1, L, L] for scaled_dot_product_attention, or with `flex` what flex_attention takes.
-    """
+    """starts bool [B, L] -> position q sees k where q - window < k <= q lies in the same segment: bool [B, 1, L, L] for
+    scaled_dot_product_attention, or with `flex` what flex_attention takes."""
     batch, length = starts.shape
-    segment, position = starts.cumsum(-1), torch.arange(length, device=starts.device)
+    segment = starts.cumsum(-1)
+
+    def sees(b, h, q, k):
+        return (k <= q) & (q - k < window) & (segment[b, q] == segment[b, k])
+
     if flex:
-        def sees(b, h, q, k):
-            return (k <= q) & (q - k < window) & (segment[b, q] == segment[b, k])
         return create_block_mask(sees, batch, None, length, length, device=starts.device)
-    distance = position[:, None] - position
-    return ((segment[:, :, None] == segment[:, None, :]) & (distance >= 0) & (distance < window))[:, None]
+    row, position = (torch.arange(n, device=starts.device) for n in starts.shape)
+    return sees(row[:, None, None, None], None, position[:, None], position)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask) -> Tensor:
-    """Attention of [B, H, L, D]: torch's fused kernels for a dense mask; flex_attention, compiled with the model, skips blocks."""
+    """Attention of [B, H, L, D]: torch's fused kernels for a dense mask; flex_attention, compiled, skips blocks."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask)
-    if q.dtype == torch.bfloat16 and not q.is_cuda:  # torch 2.13's fused kernel takes three times as long there, backward
+    if q.dtype == torch.bfloat16 and not q.is_cuda:  # where torch 2.13's fused kernel is three times slower, backward
         scores = (q * q.shape[-1] ** -0.5) @ k.mT
         return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def is_long(block: int, layers: int) -> bool:
-    """Whether a block attends over the stage's long window: every fourth does, and the last."""
-    return block % 4 == 3 or block == layers - 1
-
-
-GATE_DIM = 12  # a gate looks at this much of the stream
 
 
 def gate(x: Tensor, weight: Tensor) -> Tensor:
@@ -1553,7 +1561,7 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and MLP. Matrices are [out, in]; mlp_down is stored transposed, so that Muon stacks it with mlp_up."""
+    """Attention and MLP (a seam). Matrices are [out, in]; mlp_down is transposed: Muon stacks it with mlp_up."""
 
     def __init__(self, config: Config, index: int):
         super().__init__()
@@ -1567,24 +1575,18 @@ class Block(nn.Module):
             self.value_gate = nn.Parameter(torch.zeros(config.heads, GATE_DIM))
 
     def forward(self, x: Tensor, mask: Tensor | BlockMask, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
-        x = x + self.attention(RMSNorm.apply(x), mask, rotary, value_embed)
+        (batch, length, dim), y = x.shape, RMSNorm.apply(x)
+        qkv = F.linear(y, self.qkv.flatten(0, 1).to(x.dtype))
+        qkv = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, H, L, D]
+        (q, k), v = Rotate.apply(RMSNorm.apply(qkv[:2]), rotary), qkv[2]
+        if value_embed is not None:
+            v = v + gate(y, self.value_gate) * value_embed.view(batch, length, self.heads, -1).transpose(1, 2)
+        y = attend(q, k, v, mask) * gate(y, self.attn_gate)
+        x = x + F.linear(y.transpose(1, 2).reshape(batch, length, dim), self.attn_out.to(x.dtype))
         return x + self.mlp(RMSNorm.apply(x))
 
     def mlp(self, x: Tensor) -> Tensor:
-        """A seam."""
         return SquaredReLU.apply(F.linear(x, self.mlp_up.to(x.dtype))) @ self.mlp_down.to(x.dtype)
-
-    def attention(self, x: Tensor, mask: Tensor | BlockMask, rotary: Tensor, value_embed: Tensor | None) -> Tensor:
-        batch, length, dim = x.shape
-        qkv = F.linear(x, self.qkv.flatten(0, 1).to(x.dtype))
-        qkv = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, H, L, D]
-        qk, v = qkv.split((2, 1))
-        q, k = Rotate.apply(RMSNorm.apply(qk), rotary)
-        v = v.squeeze(0)
-        if value_embed is not None:
-            v = v + gate(x, self.value_gate) * value_embed.view(batch, length, self.heads, -1).transpose(1, 2)
-        y = attend(q, k, v, mask) * gate(x, self.attn_gate)
-        return F.linear(y.transpose(1, 2).reshape(batch, length, dim), self.attn_out.to(x.dtype))
 
 
 def squashed_logits(x: Tensor, head: Tensor) -> Tensor:
@@ -1594,9 +1596,7 @@ def squashed_logits(x: Tensor, head: Tensor) -> Tensor:
 
 class SoftcappedLoss(torch.autograd.Function):
     """Head, softcap and cross-entropy in chunks of tokens, gradients made in the same pass; logits never exist whole.
-
-    x [T, D], weight float32 [V, D], targets int64 [T] (-1: no loss) -> float32 sum of the losses in nats.
-    """
+    x [T, D], weight float32 [V, D], targets int64 [T] (-1: no loss) -> float32 sum of the losses in nats."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
@@ -1624,76 +1624,88 @@ class SoftcappedLoss(torch.autograd.Function):
         return x_grad * loss_grad.to(x_grad.dtype), weight_grad * loss_grad, None, None
 
 
-# =====================================================================================================================
-# Model: a pre-norm GPT whose residual stream takes the n-gram memory and the token embedding in before every block.
-# =====================================================================================================================
+class Rule(NamedTuple):
+    kind: str  # "muon" or "adam"
+    wd: float = 1.0  # multiplies weight_decay
 
-SKIP_INIT = 0.1
-EMBED_STD = 0.05  # small, so that Adam turns embeddings soon (a norm follows), and fit for a head
+
+RULES = {  # parameter name pattern -> how it is updated; exactly one must match each parameter
+    "blocks.*.qkv": Rule("muon"), "blocks.*.attn_out": Rule("muon"), "blocks.*.mlp_*": Rule("muon"),
+    "embed": Rule("adam"), "head": Rule("adam"), "value_embeds.*": Rule("adam"),
+    "*_gate": Rule("adam", wd=0.0), "*_scales": Rule("adam", wd=0.0),
+}
+
+
+def rule_of(name: str, rules: dict[str, Rule] = RULES) -> tuple[str, Rule]:
+    matching = [(pattern, rule) for pattern, rule in rules.items() if fnmatch.fnmatchcase(name, pattern)]
+    assert len(matching) == 1, f"parameter {name}: found rules {dict(matching)}, expected exactly one"
+    return matching[0]
 
 
 class GPT(nn.Module):
-    """Computes in `dtype` with float32 parameters. All weights depend on `seed` alone, not on device or rank.
-
-    Its seams: `block`, the class of a block (with its MLP), `rules`, add_memory, and loss.
-    """
-    block = Block
+    """Computes in `dtype` with float32 parameters. Seams: the three attributes, all methods but hidden and forward."""
+    block, rules = Block, RULES
+    kept_widths = 22  # tensors as wide as the stream that a block keeps for the backward pass, about
 
     def __init__(self, config: Config, vocab_size: int):
         super().__init__()
         self.config, self.dtype = config, getattr(torch, config.dtype)
-        padded_vocab = -(-vocab_size // 64) * 64  # matrix units like round sizes; no target ever names the padding
-        self.embed = nn.Parameter(torch.empty(padded_vocab, config.model_dim))
+        shape = -(-vocab_size // 64) * 64, config.model_dim  # a round size is faster; no target names the padding
+        self.embed = nn.Parameter(torch.empty(shape))
+        # Every fourth block attends over the stage's long window, and the last.
+        self.long = [i % 4 == 3 or i == config.layers - 1 for i in range(config.layers)]
         self.blocks = nn.ModuleList(self.block(config, i) for i in range(config.layers))
-        self.head = nn.Parameter(torch.zeros(padded_vocab, config.model_dim))
+        self.head = nn.Parameter(torch.zeros(shape))
         self.embed_scales = nn.Parameter(torch.zeros(config.layers))
         self.smear_gate = nn.Parameter(torch.zeros(1, GATE_DIM))
         self.smear_scales = nn.Parameter(torch.zeros(1))
         if config.skips:
-            self.skip_scales = nn.Parameter(torch.full((config.layers // 2,), SKIP_INIT))
-        if config.value_embeds:
-            self.value_embeds = nn.ParameterList(torch.zeros(padded_vocab, config.model_dim) for _ in config.value_embeds)
+            self.skip_scales = nn.Parameter(torch.full((config.layers // 2,), 0.1))
+        self.value_embeds = nn.ParameterList(torch.zeros(shape) for _ in config.value_embeds)
         if config.ngram_rows:
             self.ngram_scales = nn.Parameter(torch.full((config.layers,), 0.05))
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw what does not start at zero or a constant."""
-        self.embed.normal_(std=EMBED_STD, generator=generator)
-        bound = (3 / self.config.model_dim) ** 0.5  # uniform of standard deviation 1 / sqrt(model_dim)
+        self.embed.normal_(std=0.05, generator=generator)  # small, so that Adam turns it soon, and fit for a head
+        bound = (3 / self.config.model_dim) ** 0.5  # of a standard deviation of 1 / sqrt(model_dim)
         for block in self.blocks:
             block.qkv.uniform_(-bound, bound, generator=generator)
             block.mlp_up.uniform_(-bound, bound, generator=generator)
 
+    def pad_memory(self, memory: Tensor) -> Tensor:
+        """[B, L, ngram_dim] -> as add_memory takes it, of the stream's width."""
+        return F.pad(memory, (0, self.config.model_dim - memory.shape[-1]))
+
     def add_memory(self, x: Tensor, memory: Tensor, i: int) -> Tensor:
-        """What block i takes in: x + the memory times a trained number, both [B, L, model_dim], the memory zero from ngram_dim on."""
+        """What block i takes in; x [B, L, model_dim], memory from pad_memory."""
         return torch.addcmul(x, memory, self.ngram_scales[i].to(x.dtype))
 
     def hidden(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, masks: tuple, rotary: Tensor) -> Tensor:
-        """tokens int64 [B, L], starts bool [B, L], masks (short, long), memory [B, L, ngram_dim] -> [B, L, model_dim]."""
+        """tokens int64, starts bool [B, L], memory [B, L, ngram_dim], masks (short, long) -> [B, L, model_dim]."""
+        layers, early = self.config.layers, []
+        value_embeds = dict(zip(self.config.value_embeds, self.value_embeds))
         x = RMSNorm.apply(F.embedding(tokens, self.embed).to(self.dtype))
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)).masked_fill(starts[..., None], 0)
         x = first = x + self.smear_scales.to(x.dtype) * gate(x, self.smear_gate).squeeze(1) * previous
         if memory is not None:
-            memory = F.pad(memory.to(x.dtype), (0, self.config.model_dim - memory.shape[-1]))
-        early = []
+            memory = self.pad_memory(memory.to(x.dtype))
         for i, block in enumerate(self.blocks):
-            mirror = self.config.layers - 1 - i
+            mirror = layers - 1 - i
             if self.config.skips and mirror > i:
                 early.append(x)
             elif self.config.skips and mirror < i:
                 x = torch.addcmul(x, early[mirror], self.skip_scales[mirror].to(x.dtype))
-            value_embed = None
-            if i in self.config.value_embeds:
-                value_embed = F.embedding(tokens, self.value_embeds[self.config.value_embeds.index(i)]).to(x.dtype)
             x = torch.addcmul(x, first, self.embed_scales[i].to(x.dtype))
             if memory is not None:
                 x = self.add_memory(x, memory, i)
-            x = block(x, masks[is_long(i, self.config.layers)], rotary, value_embed)
+            value_embed = F.embedding(tokens, value_embeds[i]).to(x.dtype) if i in value_embeds else None
+            x = block(x, masks[self.long[i]], rotary, value_embed)
         return RMSNorm.apply(x)
 
-    def forward(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor, masks: tuple, rotary: Tensor,
-                tied: bool) -> Tensor:
+    def forward(self, tokens: Tensor, starts: Tensor, memory: Tensor | None, targets: Tensor, masks: tuple,
+                rotary: Tensor, tied: bool) -> Tensor:
         """Float32 sum of the losses, in nats, over the positions whose target int64 [B, L] is not -1."""
         x = self.hidden(tokens, starts, memory, masks, rotary)
         return self.loss(x.flatten(0, 1), self.embed if tied else self.head, targets.flatten())
@@ -1702,53 +1714,54 @@ class GPT(nn.Module):
         return SoftcappedLoss.apply(x, head, targets, self.config.head_chunk_tokens)
 
     def flops_per_token(self, windows: tuple[int, int]) -> int:
-        """Multiplications and additions of one token's forward and backward pass: three times two for each weight of a product, and
-        for each position that attention sees (on average over a row without document borders)."""
-        config, seen = self.config, 0.0
-        products = 12 * config.layers * config.model_dim**2 + self.head.numel()
-        for i in range(config.layers):
-            window = min(windows[is_long(i, config.layers)], config.seq_len)
-            seen += window - window * (window - 1) / 2 / config.seq_len
-        return int(6 * (products + 2 * config.model_dim * seen))
+        """Operations forward and backward: three times two for each weight of a product, and for each element of what
+        attention sees, on average over a row of one document."""
+        config, windows = self.config, [min(windows[long], self.config.seq_len) for long in self.long]
+        seen = sum(window - window * (window - 1) / 2 / config.seq_len for window in windows)
+        weights = 12 * config.layers * config.model_dim**2 + self.head.numel()
+        return int(6 * (weights + 2 * config.model_dim * seen))
 
 
 def build_model(config: Config, vocab_size: int, model_class=GPT) -> GPT:
-    """The model on the CPU with the weights of its seed."""
+    """The model on the CPU. Its weights depend on the seed alone, not on device or rank."""
     model = model_class(config, vocab_size)
     model.init_weights(torch.Generator().manual_seed(config.seed))
     return model
 
 
 # =====================================================================================================================
-# Update rules: pure functions of tensors. (The table's own rule, row_adam_update, stands with the table.)
+# Optimizer: update rules and schedules, pure functions of tensors and of the step; then parameters in flat buffers, of
+# which each rank updates its part. (The table's rule, row_adam_update, stands with the table.)
 # =====================================================================================================================
 
-# Polar Express, arXiv:2505.16932: the best odd polynomials a x + b x^3 + c x^5, one a step, for singular values in [1e-3, 1].
+# Polar Express, arXiv:2505.16932: the best polynomials a x + b x^3 + c x^5, one a step, for singular values from 1e-3.
 POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
                  (4.042929935166739, -2.808917465908714, 0.5000178451051316),
                  (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
                  (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                  (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+MUON_MOMENTUM, MUON_MOMENTUM_STEPS = (0.85, 0.95), 300  # Nesterov momentum at first, and after so many steps
+MUON_BETA2 = 0.95  # NorMuon: decay of the second moment of each row of an update
+ADAM_BETAS = (0.8, 0.95)
+COOLDOWN = 0.6  # last fraction of the steps, over which the learning rates fall to zero
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[N, a, b] -> the nearest (semi-)orthogonal matrices, singular values near 1, by five Polar Express steps in `dtype`."""
-    x = matrices.to(dtype)
-    x = x if x.shape[-2] <= x.shape[-1] else x.mT
+    """[N, a, b] -> the nearest (semi-)orthogonal matrices, singular values near 1, computed in `dtype`."""
+    x, tall = matrices.to(dtype), matrices.shape[-2] > matrices.shape[-1]
+    x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if matrices.shape[-2] <= matrices.shape[-1] else x.mT
+    return x.mT if tall else x
 
 
-def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, row_moment: Tensor, lr: float, beta: float, beta2: float,
-                wd: float, dtype: torch.dtype = torch.float32) -> None:
-    """Muon with Nesterov momentum on a stack [N, a, b], in place; lr is scaled by sqrt(a / b) for tall matrices.
-
-    NorMuon (arXiv:2510.05491): rows are divided by the root of their running mean square, row_moment [N, a, 1], the norm of the
-    whole kept. Decay acts only where update and weight have the same sign.
-    """
+def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, row_moment: Tensor, lr: float, beta: float,
+                beta2: float, wd: float, dtype: torch.dtype = torch.float32) -> None:
+    """Muon with Nesterov momentum on a stack [N, a, b], in place; tall matrices take sqrt(a / b) times lr. NorMuon
+    (arXiv:2510.05491): rows are divided by the root of their running mean square, row_moment [N, a, 1], and the whole
+    keeps its norm. Decay acts only where update and weight have the same sign."""
     momentum.lerp_(grads, 1 - beta)
     change = orthogonalize(grads.lerp(momentum, beta), dtype).float()
     norm = change.norm(dim=(-2, -1), keepdim=True)
@@ -1763,174 +1776,8 @@ def muon_update(weights: Tensor, grads: Tensor, momentum: Tensor, row_moment: Te
 def adam_update(weights: Tensor, grads: Tensor, first: Tensor, second: Tensor, update: int, lr: float, beta1: float,
                 beta2: float, wd: float) -> None:
     """AdamW in place on float32 tensors of one shape, by torch's fused kernel; update counts from 1."""
-    updates_before = torch.full((), update - 1.0, device=weights.device)
-    adamw([weights], [grads], [first], [second], [], [updates_before], fused=True, amsgrad=False, maximize=False, lr=lr,
-          beta1=beta1, beta2=beta2, weight_decay=wd, eps=ADAM_EPS)
-
-
-# =====================================================================================================================
-# Optimizer and its communication: parameters live in flat buffers; each rank updates its part of each buffer.
-# =====================================================================================================================
-
-@dataclass(frozen=True)
-class Rule:
-    kind: str  # "muon" or "adam"
-    wd: float = 1.0  # multiplies weight_decay
-
-
-RULES = {  # parameter name pattern -> rule; exactly one must match each parameter (of a variant: GPT.rules)
-    "blocks.*.qkv": Rule("muon"),
-    "blocks.*.attn_out": Rule("muon"),
-    "blocks.*.mlp_*": Rule("muon"),
-    "embed": Rule("adam"),
-    "head": Rule("adam"),
-    "value_embeds.*": Rule("adam"),
-    "*_gate": Rule("adam", wd=0.0),
-    "*_scales": Rule("adam", wd=0.0),
-}
-
-
-GPT.rules = RULES
-MUON_MOMENTUM, MUON_MOMENTUM_STEPS = (0.85, 0.95), 300  # Nesterov momentum at the first step, and that reached after so many
-MUON_BETA2 = 0.95  # NorMuon: decay of the second moment of each row of an update
-ADAM_BETAS = (0.8, 0.95)
-MOMENTS = {"muon": ("momentum", "row_moment"), "adam": ("first_moment", "second_moment")}  # what each kind of rule keeps of a parameter
-
-
-def rule_of(name: str, rules: dict[str, Rule] = RULES) -> tuple[str, Rule]:
-    matching = [(pattern, rule) for pattern, rule in rules.items() if fnmatch.fnmatchcase(name, pattern)]
-    assert len(matching) == 1, f"parameter {name}: expected exactly one rule, found {[pattern for pattern, _ in matching]}"
-    return matching[0]
-
-
-class Bucket:
-    """Parameters that one rule updates together, as views into one flat buffer cut into equal parts of the ranks.
-
-    Muon's buckets hold matrices of one shape; a part is then a whole number of matrices, the last ones padding.
-    """
-
-    def __init__(self, rule: Rule, params: dict[str, nn.Parameter], world: World):
-        self.rule, self.world = rule, world
-        self.shapes = {name: p.shape for name, p in params.items()}
-        unit = next(iter(self.shapes.values()))[-2:] if rule.kind == "muon" else ()
-        size = sum(p.numel() for p in params.values()) // math.prod(unit)
-        self.local_shape = (-(-size // world.size), *unit)
-        self.local_size = math.prod(self.local_shape)
-        self.weights = torch.zeros(world.size * self.local_size, device=world.device)
-        self.grads = torch.zeros_like(self.weights)
-        for attribute, flat in (("data", self.weights), ("grad", self.grads)):
-            for name, view in self.by_name(flat).items():
-                if attribute == "data":
-                    view.copy_(params[name].data)
-                setattr(params[name], attribute, view)
-        by_row = (*self.local_shape[:-1], 1)
-        self.moments = {kind: self.weights.new_zeros(by_row if kind == "row_moment" else self.local_shape) for kind in MOMENTS[rule.kind]}
-
-    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters' parts of a flat buffer, as views of their shapes, or with one number a row."""
-        by_row = len(flat) < len(self.weights)
-        shapes = {name: (*shape[:-1], 1) if by_row else shape for name, shape in self.shapes.items()}
-        sizes = [math.prod(shape) for shape in shapes.values()]
-        parts = flat[:sum(sizes)].split(sizes)
-        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
-
-    def local(self, flat: Tensor) -> Tensor:
-        return flat[self.world.rank * self.local_size:][:self.local_size].view(self.local_shape)
-
-    def start_reduce(self) -> dist.Work | None:
-        """Begin to sum the gradients over ranks; each rank receives its part, in `summed`. One rank has nothing to send."""
-        if self.world.size == 1:
-            self.summed = self.local(self.grads)
-            return None
-        self.summed = self.weights.new_empty(self.local_shape)
-        return dist.reduce_scatter_single(self.summed.view(-1), self.grads, async_op=True)
-
-    def start_gather(self) -> dist.Work | None:
-        """Begin to give every rank the updated parts of all."""
-        return None if self.world.size == 1 else dist.all_gather_single(self.weights, self.local(self.weights).flatten().clone(), async_op=True)
-
-
-class Optimizer:
-    """Muon for matrices and Adam for the rest, on buckets; the same class for one rank and for many."""
-
-    def __init__(self, model: nn.Module, config: Config, world: World):
-        self.config = config
-        groups = {}
-        for name, p in model.named_parameters():
-            pattern, rule = rule_of(name, model.rules)
-            key = (p.shape[-2:] if rule.kind == "muon" else pattern)
-            groups.setdefault((rule, key), {})[name] = p
-        self.buckets = [Bucket(rule, params, world) for (rule, _), params in groups.items()]
-        self.updates = 0
-
-    @torch.no_grad()
-    def step(self, scale: float, momentum: float, batch_tokens: int, tied: bool) -> None:
-        """Average the gradients (of loss sums) over the step's tokens, update, and leave gradients at zero. A tied head has none."""
-        config, self.updates = self.config, self.updates + 1
-        buckets = [bucket for bucket in self.buckets if not (tied and "head" in bucket.shapes)]
-        reductions = [bucket.start_reduce() for bucket in buckets]
-        gathers = []
-        for bucket, reduction in zip(buckets, reductions):
-            if reduction:
-                reduction.wait()
-            weights, grads = bucket.local(bucket.weights), bucket.summed.div_(batch_tokens)
-            wd = config.weight_decay * bucket.rule.wd
-            if bucket.rule.kind == "muon":
-                muon_update(weights, grads, *bucket.moments.values(), config.muon_lr * scale, momentum,
-                            MUON_BETA2, wd, getattr(torch, config.dtype))
-            else:
-                adam_update(weights, grads, *bucket.moments.values(), self.updates, config.adam_lr * scale, *ADAM_BETAS, wd)
-            gathers.append(bucket.start_gather())
-            bucket.grads.zero_()
-        for gather in filter(None, gathers):
-            gather.wait()
-
-    @torch.no_grad()
-    def untie(self, model: GPT) -> None:
-        """Give the head a copy of the embedding, which it was so far, and of its moments; the two buckets are cut alike."""
-        model.head.copy_(model.embed)
-        embed, head = (next(b for b in self.buckets if name in b.shapes) for name in ("embed", "head"))
-        for kind in embed.moments:
-            head.moments[kind].copy_(embed.moments[kind])
-
-    @torch.no_grad()
-    def restart(self, model: GPT, initial: GPT) -> None:
-        """Take the weights of a model that has not been trained; no moments, no updates."""
-        self.updates = 0
-        for p, fresh in zip(model.parameters(), initial.parameters(), strict=True):
-            p.copy_(fresh)
-        for moment in (moment for bucket in self.buckets for moment in bucket.moments.values()):
-            moment.zero_()
-
-    def saved(self) -> dict[str, dict[str, Tensor]]:
-        """"weights" and each kind of moment -> parameter name -> whole tensor on the CPU, on the main rank. A collective."""
-        saved = {}
-        for bucket in self.buckets:
-            for kind, local in {"weights": None, **bucket.moments}.items():
-                whole = bucket.weights if local is None else local.new_empty(bucket.world.size * local.numel())
-                if local is not None:
-                    dist.all_gather_single(whole, local.flatten())
-                if bucket.world.main:
-                    saved.setdefault(kind, {}).update({name: part.to("cpu", copy=True) for name, part in bucket.by_name(whole).items()})
-        return saved
-
-    def load(self, saved: dict[str, dict[str, Tensor]], updates: int) -> None:
-        """Take what `saved` made, in a world of any size."""
-        self.updates = updates
-        for bucket in self.buckets:
-            for kind, local in {"weights": None, **bucket.moments}.items():
-                whole = bucket.weights if local is None else local.new_zeros(bucket.world.size * local.numel())
-                for name, part in bucket.by_name(whole).items():
-                    part.copy_(saved[kind][name])
-                if local is not None:
-                    local.copy_(whole.view(bucket.world.size, *local.shape)[bucket.world.rank])
-
-
-# =====================================================================================================================
-# Schedules: pure functions of the step.
-# =====================================================================================================================
-
-COOLDOWN = 0.6  # last fraction of the steps over which the learning rates fall to zero
+    adamw([weights], [grads], [first], [second], [], [torch.full((), update - 1.0, device=weights.device)], fused=True,
+          amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2, weight_decay=wd, eps=ADAM_EPS)
 
 
 def lr_scale(step: int, config: Config) -> float:
@@ -1939,86 +1786,169 @@ def lr_scale(step: int, config: Config) -> float:
 
 
 def muon_momentum(step: int, config: Config) -> float:
-    """A straight line up, and at the end, over the last muon_momentum_cooldown steps, down again."""
-    (low, high), fall = MUON_MOMENTUM, 1.0
-    if config.muon_momentum_cooldown:
-        fall = (config.steps - step) / config.muon_momentum_cooldown
+    """A straight line up, and over the last muon_momentum_cooldown steps down again."""
+    low, high = MUON_MOMENTUM
+    fall = (config.steps - step) / max(1, config.muon_momentum_cooldown)
     return low + (high - low) * min(1.0, step / MUON_MOMENTUM_STEPS, fall)
 
 
+class Bucket:
+    """Parameters that one rule updates together, as views into a buffer of equal parts for the ranks, the end padding:
+    [n, a, b] for Muon, whose matrices have one shape, [n] for Adam; a rank's part has local_size of the n."""
+
+    def __init__(self, rule: Rule, params: dict[str, nn.Parameter], world: World):
+        self.rule, self.shapes = rule, {name: p.shape for name, p in params.items()}
+        unit = next(iter(self.shapes.values()))[-2:] if rule.kind == "muon" else ()
+        self.counts = [p.numel() // math.prod(unit) for p in params.values()]
+        self.local_size = -(-sum(self.counts) // world.size)
+        self.weights = torch.zeros(world.size * self.local_size, *unit, device=world.device)
+        self.grads = torch.zeros_like(self.weights)
+        for (name, weights), grads in zip(self.by_name(self.weights).items(), self.by_name(self.grads).values()):
+            weights.copy_(params[name].data)
+            params[name].data, params[name].grad = weights, grads
+        part = self.weights.chunk(world.size)[world.rank]
+        self.summed = torch.empty_like(part) if world.size > 1 else self.grads  # over ranks, of this rank's part
+        shapes = {"momentum": part.shape, "row_moment": (*part.shape[:-1], 1)} if rule.kind == "muon" else \
+            {"first_moment": part.shape, "second_moment": part.shape}
+        self.local = {"weights": part} | {kind: part.new_zeros(shape) for kind, shape in shapes.items()}
+
+    def by_name(self, whole: Tensor) -> dict[str, Tensor]:
+        """Each parameter's part of [n, a, b], [n, a, 1] or [n], as a view."""
+        parts = whole[:sum(self.counts)].split(self.counts)
+        return {name: part.view(*shape[:-1], -1) for (name, shape), part in zip(self.shapes.items(), parts)}
+
+
+class Optimizer:
+    """Muon for matrices and Adam for the rest, on buckets; the same for one rank and for many."""
+
+    def __init__(self, model: GPT, config: Config, world: World):
+        self.config, self.world, self.updates, groups = config, world, 0, {}
+        for name, p in model.named_parameters():
+            pattern, rule = rule_of(name, model.rules)
+            groups.setdefault((rule, p.shape[-2:] if rule.kind == "muon" else pattern), {})[name] = p
+        self.buckets = [Bucket(rule, params, world) for (rule, _), params in groups.items()]
+
+    @torch.no_grad()
+    def step(self, scale: float, momentum: float, batch_tokens: int, tied: bool) -> None:
+        """Average the gradients of loss sums over the step's tokens, update, and zero them. A tied head has none."""
+        config, several, self.updates = self.config, self.world.size > 1, self.updates + 1
+        buckets = [bucket for bucket in self.buckets if not (tied and "head" in bucket.shapes)]
+        reductions = [several and dist.reduce_scatter_single(b.summed, b.grads, async_op=True) for b in buckets]
+        gathers = []
+        for bucket, reduction in zip(buckets, reductions):
+            if several:
+                reduction.wait()
+            weights, *moments = bucket.local.values()
+            state = weights, bucket.summed.div_(batch_tokens), *moments
+            wd = config.weight_decay * bucket.rule.wd
+            if bucket.rule.kind == "muon":
+                muon_update(*state, config.muon_lr * scale, momentum, MUON_BETA2, wd, getattr(torch, config.dtype))
+            else:
+                adam_update(*state, self.updates, config.adam_lr * scale, *ADAM_BETAS, wd)
+            if several:
+                gathers.append(dist.all_gather_single(bucket.weights, weights.clone(), async_op=True))
+            bucket.grads.zero_()
+        for gather in gathers:
+            gather.wait()
+
+    def untie(self) -> None:
+        """Give the head a copy of the embedding, which it was so far, and of its moments; both are cut alike."""
+        embed, head = (next(b for b in self.buckets if name in b.shapes) for name in ("embed", "head"))
+        head.weights.copy_(embed.weights)
+        for kind, local in embed.local.items():
+            head.local[kind].copy_(local)
+
+    def saved(self) -> dict[str, dict[str, Tensor]]:
+        """"weights" and each kind of moment -> parameter name -> whole tensor on rank 0's CPU. A collective."""
+        saved = {}
+        for bucket in self.buckets:
+            for kind, local in bucket.local.items():
+                whole = torch.cat([local] * self.world.size)
+                dist.all_gather_single(whole, local.contiguous())
+                if self.world.main:
+                    saved.setdefault(kind, {}).update(bucket.by_name(whole.cpu()))
+        return saved
+
+    def load(self, saved: dict[str, dict[str, Tensor]], updates: int) -> None:
+        """Take what `saved` made, in a world of any size."""
+        self.updates = updates
+        for bucket in self.buckets:
+            for kind, local in bucket.local.items():
+                whole = bucket.weights if kind == "weights" else torch.cat([local] * self.world.size)
+                for name, part in bucket.by_name(whole).items():
+                    part.copy_(saved[kind][name])
+                local.copy_(whole.chunk(self.world.size)[self.world.rank])
+
+
 # =====================================================================================================================
-# The plan of a run: what it will need, worked out from the config alone, printed and held against the machine before anything is allocated.
+# The plan of a run: what it will need, from the config alone, held against the machine before anything is allocated.
 # =====================================================================================================================
 
-class Gpu(NamedTuple):
-    tflops: float  # dense bfloat16 products; from the makers' data sheets, as all here
-    link_gbs: float  # GB/s to the other GPUs, each way: NVLink, or PCIe 4.0 x16
-
-
-GPUS = {"H200": Gpu(989, 450), "H100": Gpu(989, 450), "A100": Gpu(312, 300), "L40": Gpu(181, 32), "4090": Gpu(165, 32)}
-
-
-def find_gpu(config: Config, world: World) -> Gpu | None:
-    """The one that --gpu names, or that is there; None where nobody knows it."""
-    here = world.device.type == "cuda" and torch.cuda.is_available()
-    name = config.gpu or (torch.cuda.get_device_name(world.device) if here else "")
-    return next((gpu for part, gpu in GPUS.items() if part in name), None)
+# Dense bfloat16 TFLOP/s, and GB/s to the other GPUs each way (NVLink, or PCIe 4.0 x16), from the makers' data sheets.
+GPUS = {"H200": (989, 450), "H100": (989, 450), "A100": (312, 300), "L40": (181, 32), "4090": (165, 32)}
 
 
 def make_plan(config: Config, world: World, vocab_size: int, tokens_on_disk: int, model_class=GPT) -> dict:
-    """Parameters, tokens, bytes a rank by kind (estimates from above), exchange a step, and the times below which a step of the last stage
-    cannot be, as a flat dict. "host_" marks what lies in host memory beside a GPU."""
-    size, activation = world.size, getattr(torch, config.dtype).itemsize
+    """Parameters, tokens, bytes a rank by kind (estimates from above), exchange a step, and the times below which a step
+    of the last stage cannot be, as a flat dict. "host_" marks what lies in host memory beside a GPU."""
+    size, stage = world.size, config.stage_list[-1]
     with torch.device("meta"):
         model = model_class(config, vocab_size)
     parameters = sum(p.numel() for p in model.parameters())
-    moments = sum(p.numel() * (1 if rule_of(name, model.rules)[1].kind == "muon" else 2) for name, p in model.named_parameters())
-    stage, micro_tokens = config.stage_list[-1], config.most_micro_rows(size) * config.seq_len
-    per_token = config.layers * (22 * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
+    moments = sum(p.numel() * (1 if rule_of(name, model.rules)[1].kind == "muon" else 2)
+                  for name, p in model.named_parameters())
+    micro_tokens = config.most_micro_rows(size) * config.seq_len
+    token = config.layers * (model.kept_widths * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
     plan = {
         "dense_parameters": parameters, "table_parameters": config.ngram_rows * config.ngram_row_dim,
         "train_tokens_needed": config.tokens_before(config.steps) + 1, "train_tokens_on_disk": tokens_on_disk,
         "weights_and_gradients_bytes": 8 * parameters, "optimizer_bytes": 4 * (moments + parameters) // size,
-        "activations_bytes": micro_tokens * per_token * activation,
+        "activations_bytes": micro_tokens * token * getattr(torch, config.dtype).itemsize,
         "logits_bytes": 3 * 4 * min(config.head_chunk_tokens, micro_tokens) * model.head.shape[0],
-        "dense_exchange_bytes_per_step": 2 * 4 * parameters * (size - 1) // size, "flops_per_token": model.flops_per_token(stage.windows),
+        "dense_exchange_bytes_per_step": 2 * 4 * parameters * (size - 1) // size,
+        "flops_per_token": model.flops_per_token(stage.windows),
     }
     if config.ngram_rows:
         plan |= table_plan(config, world, tokens_on_disk)
-    if gpu := find_gpu(config, world):
+    if config.gpu:
+        tflops, link_gbs = GPUS[config.gpu]
         sent = sum(value for name, value in plan.items() if name.endswith("exchange_bytes_per_step"))
-        plan["least_compute_ms_per_step"] = round(1e-9 * plan["flops_per_token"] * stage.batch_tokens / size / gpu.tflops, 3)
-        plan["least_exchange_ms_per_step"] = round(1e-6 * sent / gpu.link_gbs, 3)
+        step_flops = plan["flops_per_token"] * stage.batch_tokens / size
+        plan["least_compute_ms_per_step"] = round(1e-9 * step_flops / tflops, 3)
+        plan["least_exchange_ms_per_step"] = round(1e-6 * sent / link_gbs, 3)
     for place in ("", "host_"):
         if parts := plan_parts(plan, place):
-            plan[f"{place}bytes_per_rank"] = sum(plan[name] for name in parts)
+            plan[f"{place}bytes_per_rank"] = sum(parts.values())
     return plan
 
 
-def plan_parts(plan: dict, place: str) -> list[str]:
+def plan_parts(plan: dict, place: str) -> dict[str, int]:
     """What a plan counts on the device (place "") or, beside a GPU, in host memory ("host_")."""
-    return [name for name in plan if name.endswith("_bytes") and name.startswith("host_") == bool(place)]
+    return {name: value for name, value in plan.items()
+            if name.endswith("_bytes") and name.startswith("host_") == bool(place)}
 
 
 def table_plan(config: Config, world: World, tokens_on_disk: int) -> dict:
     """The table's part of the plan. In host memory rows and state count only as far as the run can touch them."""
-    size, reads, dim, state = world.size, len(config.channels), config.ngram_row_dim, 8
+    size, reads, dim, state = world.size, len(config.channels), config.ngram_row_dim, config.ngram_state_bytes
     shard, row = -(-config.ngram_rows // size), dim * getattr(torch, config.ngram_dtype).itemsize
-    cycle_reads = -(-config.batch_tokens // config.seq_len // size) * config.seq_len * config.ngram_update_every * reads
+    rank_tokens = -(-config.batch_tokens // config.seq_len // size) * config.seq_len
+    cycle_reads = rank_tokens * config.ngram_update_every * reads
     cycle_rows = min(config.ngram_rows, cycle_reads)
     rows_bytes, state_bytes = shard * row, shard * state
     apart = config.ngram_device == "cpu"  # in the hands of HostRows
     if world.device.type == "cpu" or apart:
         tokens = min(config.tokens_before(config.steps), tokens_on_disk or math.inf)
         touched = min(shard, tokens * reads * 5 // 4 // size)  # hashes load the owners evenly, but not exactly
-        rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # a row's first and last page hold others' bytes too
+        rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # its first and last page hold others' bytes too
         state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
     host = "host_" if apart and world.device.type != "cpu" else ""
+    ends = {f"{host}staging_bytes": 2 * STAGING_BYTES, "table_parts_bytes": 2 * STAGING_BYTES} if apart else {}
     return {
-        f"{host}table_rows_bytes": rows_bytes, f"{host}table_state_bytes": state_bytes,
-        **({f"{host}staging_bytes": 2 * STAGING_BYTES, "table_parts_bytes": 2 * STAGING_BYTES} if apart else {}),  # and their other ends
-        "table_cache_bytes": 2 * cycle_rows * row * ((size > 1) + apart) * (9 if apart else 8) // 8,  # the brought rows' sizes are rounded up
-        "table_gradients_bytes": (1 + (size > 1) + apart) * 4 * cycle_rows * dim, "sign_pool_bytes": max(1, config.ngram_signs) * dim,
+        f"{host}table_rows_bytes": rows_bytes, f"{host}table_state_bytes": state_bytes, **ends,
+        "table_cache_bytes": 2 * cycle_rows * row * ((size > 1) + apart) * (9 if apart else 8) // 8,  # sizes are rounded up
+        "table_gradients_bytes": (1 + (size > 1) + apart) * 4 * cycle_rows * dim,
+        "sign_pool_bytes": max(1, config.ngram_signs) * dim,
         "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
         "table_exchange_bytes_per_step": cycle_rows * (size - 1) // size * (row + 4 * dim + 8) // config.ngram_update_every,
     }
@@ -2028,24 +1958,14 @@ def plan_lines(plan: dict, config: Config, world: World) -> list[str]:
     lines = [f"plan for {world.size} rank{'s' * (world.size > 1)} on {world.device.type}"]
     for name, value in plan.items():
         shown = f"{value / 2**20:,.1f} MiB" if "bytes" in name else f"{value:,}"
-        lines.append(f"  {re.sub('_bytes(?=$|_per_step)', '', name).replace('_', ' '):<30}{shown:>20}{' a rank' * name.endswith('_bytes')}")
-    if len(config.channels) > len(config.ngram_orders) and config.ngram_rows:
-        lines += [f"  order {c.order}: rows {c.low:,} to {c.high - 1:,}, modulus {c.modulus:,}, multipliers {c.row_factors}, of signs "
-                  f"{c.sign_factors}" for c in config.channels]
-    return lines
-
-
-def plan_elsewhere(config: Config, model_class) -> list[str]:
-    """The plan for --ranks, none of which need be here, nor the tokens: they are GPT-2's then."""
-    world, vocab_size, tokens = World(0, config.ranks, config.ranks, torch.device(config.device), None, None), GPT2_VOCAB_SIZE, 0
-    with suppress(UserError):
-        dataset = open_dataset(config)
-        vocab_size, tokens = dataset.vocab_size, dataset.train.num_tokens
-    return plan_lines(make_plan(config, world, vocab_size, tokens, model_class), config, world)
+        label = re.sub("_bytes(?=$|_per_step)", "", name).replace("_", " ")
+        lines.append(f"  {label:<30}{shown:>20}{' a rank' * name.endswith('_bytes')}")
+    return lines + [f"  order {c.order}: rows {c.low:,} to {c.high - 1:,}, modulus {c.modulus:,}, multipliers {c.row_factors}, of "
+                    f"signs {c.sign_factors}" for c in config.channels if config.ngram_rows]
 
 
 def available_bytes(world: World, place: str) -> int:
-    """Memory that one rank may still take: free on its GPU, or its part of what is available on the host (for the CPU, or "host_")."""
+    """Memory that one rank may still take: free on its GPU, or its part of the host's (for the CPU, or "host_")."""
     if world.device.type == "cuda" and not place:
         return torch.cuda.mem_get_info(world.device)[0]
     meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -2059,21 +1979,23 @@ def available_bytes(world: World, place: str) -> int:
     return available // world.local_size
 
 
+REMEDIES = {"table_rows": "--ngram_rows", "table_state": "--ngram_rows", "table_cache": "--batch_tokens",
+            "table_gradients": "--batch_tokens", "activations": "--micro_batch_tokens", "logits": "--head_chunk_tokens"}
+
+
 def check_fits(plan: dict, world: World) -> None:
     """Refuse a run that cannot fit, before it allocates, and name the flag that shrinks its largest part."""
-    remedies = {"table_rows": "--ngram_rows", "table_state": "--ngram_rows", "table_cache": "--batch_tokens",
-                "table_gradients": "--batch_tokens", "activations": "--micro_batch_tokens", "logits": "--head_chunk_tokens"}
     for place in ("", "host_"):
         needed, available = plan.get(f"{place}bytes_per_rank", 0), available_bytes(world, place)
         if needed > available:
-            largest = max(plan_parts(plan, place), key=plan.get)
-            part = largest.removeprefix("host_").removesuffix("_bytes")
-            remedy = remedies.get(part, "--model_dim or --layers")
-            if part in ("table_rows", "table_state") and world.device.type == "cuda" and not place:
+            name, size = max(plan_parts(plan, place).items(), key=lambda part: part[1])
+            part = name.removeprefix("host_").removesuffix("_bytes")
+            remedy = REMEDIES.get(part, "--model_dim or --layers")
+            if remedy == "--ngram_rows" and world.device.type == "cuda" and not place:
                 remedy += ", or keep the table in host memory with --ngram_device=cpu"
-            raise UserError(f"{place.replace('_', ' ')}memory: found {available / 2**30:.2f} GiB available to each of the {world.local_size} ranks "
-                            f"of this host, expected {needed / 2**30:.2f} GiB by the plan, of which {part} takes {plan[largest] / 2**30:.2f}; "
-                            f"lower {remedy} (see --dry_run)")
+            raise UserError(f"{place.replace('_', ' ')}memory: found {available / 2**30:.2f} GiB available to each of the "
+                            f"{world.local_size} ranks of this host, expected {needed / 2**30:.2f} GiB by the plan, of which "
+                            f"{part} takes {size / 2**30:.2f}; lower {remedy} (see --dry_run)")
 
 
 def keep_freed_memory() -> None:
@@ -2085,51 +2007,51 @@ def keep_freed_memory() -> None:
 
 
 # =====================================================================================================================
-# Log: one file a run, opened exclusively by rank 0; the sources beside it, once a folder, by their hashes. And the clocks.
+# Log: one file a run, opened exclusively by rank 0; the sources beside it, once a folder, by their hashes. The clocks.
 # =====================================================================================================================
 
 LOG_EVERY = 10  # steps between lines with the training loss
 
 
-def sources_of(*classes) -> dict[str, bytes]:
-    """File name -> content of the trainer, and of the variant that the classes come from."""
-    paths = dict.fromkeys([Path(__file__).resolve(), *(Path(inspect.getfile(c)).resolve() for c in classes)])
-    return {path.name: path.read_bytes() for path in paths}
+def variant_of(*classes) -> dict[str, Path]:
+    """What tells variants of the trainer apart: "file: class" of the classes that stand in for Config, GPT and NgramTable,
+    with the files they come from."""
+    paths = [Path(inspect.getfile(c)).resolve() for c in classes]
+    return {f"{path.name}: {c.__name__}": path for path, c in zip(paths, classes)}
 
 
 class RunLog:
     """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0.
 
-    A log or a screen that takes no more lines (a full disk, a reader that has left) is warned of in the other, and ends no run.
+    A log or a screen that takes no more lines (a full disk, a reader that left) is warned of in the other, and ends no run.
     """
 
-    def __init__(self, config: Config, world: World, data: dict, plan: dict, resumed: dict | None = None, sources: dict | None = None):
+    def __init__(self, config: Config, world: World, header: dict, sources: set[Path]):
         self.main, self.total, self.run_id = world.main, config.steps, ""
         self.live, self.lost = sys.stdout.isatty(), set()
         if not self.main:
             return
-        self.run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
-        folder, sources = Path(config.out), sources or sources_of()
-        path, digests = folder / f"{self.run_id}.txt", {name: hashlib.sha256(source).hexdigest() for name, source in sources.items()}
+        stamp = f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
+        self.run_id, folder = config.run_id or stamp, Path(config.out)
+        path, digests = folder / f"{self.run_id}.txt", {}
         try:
-            if folder.exists() and not folder.is_dir():
-                raise UserError(f"--out={folder}: found a file, expected a folder for the log")
             folder.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "x", encoding="utf-8", buffering=1)
-            for name, source in sources.items():
-                copy = folder / f"{Path(name).stem}_{digests[name][:16]}{Path(name).suffix}"
+            for source in sorted({Path(__file__).resolve(), *sources}):
+                content = source.read_bytes()
+                digests[source.name] = hashlib.sha256(content).hexdigest()
+                copy = folder / f"{source.stem}_{digests[source.name][:16]}{source.suffix}"
                 if not copy.exists():
                     with written_whole(copy) as part:
-                        part.write_bytes(source)
+                        part.write_bytes(content)
         except FileExistsError:
-            raise UserError(f"{path}: found a log of that name, expected none; choose another --run_id or --out") from None
+            raise UserError(f"{folder if folder.is_file() else path}: found a file of that name, expected none; choose "
+                            f"another --run_id or --out") from None
         except OSError as error:
-            raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another --out") from None
-        header = {"format": 1, "run_id": self.run_id, **run_header(config, world, data, plan), "sources": digests,
-                  "source_sha256": digests[Path(__file__).name]}
-        if resumed:
-            header["resumed"] = {key: resumed[key] for key in ("run_ids", "step")}
-        self.line("run:" + json.dumps(header), screen=False)
+            raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another "
+                            f"--out") from None
+        sources = {"source_sha256": digests[Path(__file__).name], "sources": digests}
+        self.line("run:" + json.dumps({"format": 1, "run_id": self.run_id} | header | sources), screen=False)
         self.show(f"log {path}\n")
 
     def line(self, text: str, screen: bool = True) -> None:
@@ -2145,8 +2067,8 @@ class RunLog:
         if self.main:
             try:
                 print(text, end="", flush=True)
-            except OSError as error:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that neither this nor the end of Python fails again
+            except OSError as error:  # and neither this nor the end of Python shall fail again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self.warn("standard output", error, functools.partial(self.line, screen=False))
 
     def warn(self, what: str, error: OSError, say) -> None:
@@ -2176,20 +2098,17 @@ def run_header(config: Config, world: World, data: dict, plan: dict) -> dict:
         except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
             return None
 
-    cuda, changes = world.device.type == "cuda", git("status", "--porcelain")
+    info, changes = Path("/proc/cpuinfo"), git("status", "--porcelain")
+    cpu = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
     return {
-        "date": datetime.now().isoformat(timespec="seconds"), "config": asdict(config), "seed": config.seed, "world_size": world.size,
-        "device_name": torch.cuda.get_device_name(world.device) if cuda else "cpu", "cpu_name": cpu_name(),
+        "date": datetime.now().isoformat(timespec="seconds"), "config": asdict(config), "seed": config.seed,
+        "world_size": world.size, "cpu_name": cpu[1] if cpu else platform.processor() or platform.machine(),
+        "device_name": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "cpu_threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
         "git_commit": git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes),
-        "data": {name: data[name] for name in ("train", "val", "vocab_size")}, "target_loss": config.target_loss, "clock": "train-only", "plan": plan,
+        "data": {name: data[name] for name in ("train", "val", "vocab_size")}, "target_loss": config.target_loss,
+        "clock": "train-only", "plan": plan,
     }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 class Clock:
@@ -2213,10 +2132,8 @@ class Clock:
 
 
 class Stopwatch:
-    """Seconds that this thread spends inside `with` blocks: on a GPU those of waiting, not those of the work it is given."""
-
-    def __init__(self):
-        self.seconds = 0.0
+    """Seconds that this thread spends inside `with` blocks: on a GPU those of waiting, not those of the work it gets."""
+    seconds = 0.0
 
     def __enter__(self) -> None:
         self.began = time.perf_counter()
@@ -2226,9 +2143,9 @@ class Stopwatch:
 
 
 class LossReader:
-    """Reads each step's loss back two steps after it was made, so that a GPU never waits; logs it, and ends a run that diverged.
+    """Reads each step's loss two steps after it was made, so that a GPU never waits; logs it, and ends a run that diverged.
 
-    What train_step returns is equal on all ranks, so all stop at the same step, for a bad loss or because one was asked to.
+    What train_step returns is equal on all ranks, so all stop at the same step, for a bad loss or as one was asked to.
     """
 
     def __init__(self, world: World, log: RunLog):
@@ -2265,8 +2182,9 @@ def compiled_graphs() -> int:
 
 
 # =====================================================================================================================
-# Checkpoints: a folder that is whole or not there, written where an update cycle ends. Parameters and moments by name (dense.pt, whole,
-# from rank 0), each rank's touched table rows (table*.pt), and manifest.json with their checksums. One run at a time holds the folder's lock.
+# Checkpoints: a folder that is whole or not there, written where an update cycle ends. Parameters and moments by name
+# (dense.pt, from rank 0), each rank's touched table rows (table*.pt), and manifest.json with their checksums. One run at a
+# time holds the lock of the folder they lie in.
 # =====================================================================================================================
 
 CHECKPOINT_FORMAT = 2
@@ -2280,22 +2198,17 @@ class Progress:
     met: tuple[int, float] | None = None  # step and training seconds at which the target was first met
 
 
-def variant_of(*classes) -> list[str]:
-    """What tells variants of the trainer apart: the file and the name of the classes that stand in for Config, GPT and NgramTable."""
-    return [f"{Path(inspect.getfile(c)).name}: {c.__name__}" for c in classes]
-
-
 def find_checkpoint(resume: str, out: str) -> Path:
     """The folder that --resume means. Raises UserError."""
     if resume != "latest":
         return Path(resume)
     latest = Path(out) / "checkpoints" / "latest"
     if not latest.is_file():
-        raise UserError(f"{latest}: found no such file, expected it to name the latest checkpoint; name a checkpoint's folder with "
-                        f"--resume=PATH, or its run's --out")
+        raise UserError(f"{latest}: found no such file, expected it to name the latest checkpoint; name a checkpoint's "
+                        f"folder with --resume=PATH, or its run's --out")
     name = latest.read_text(errors="replace").strip()
     if not name.isprintable() or not (latest.parent / name / "manifest.json").is_file():
-        raise UserError(f"{latest}: found {name!r}, expected the name of a checkpoint beside it; name one with --resume=PATH")
+        raise UserError(f"{latest}: found {name!r}, expected the name of a checkpoint beside it; use --resume=PATH")
     return latest.parent / name
 
 
@@ -2309,8 +2222,8 @@ def read_manifest(path: Path) -> dict:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         manifest, digest = {}, None
     if digest != manifest_digest(manifest) or manifest.get("format") != CHECKPOINT_FORMAT:
-        raise UserError(f"{path}/manifest.json: found something else or a damaged file, expected a checkpoint's manifest of format "
-                        f"{CHECKPOINT_FORMAT}; use an older checkpoint")
+        raise UserError(f"{path}/manifest.json: found something else or a damaged file, expected a checkpoint's manifest of "
+                        f"format {CHECKPOINT_FORMAT}; use an older checkpoint")
     return manifest
 
 
@@ -2319,30 +2232,30 @@ def manifest_digest(manifest: dict) -> str:
 
 
 def file_entry(path: Path) -> dict:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    size = path.stat().st_size
+    return {"bytes": size, "sha256": hashlib.sha256(np.memmap(path, mode="r") if size else b"").hexdigest()}
 
 
 def open_checkpoint(config: Config, data: dict, world: World, variant: list[str]) -> dict:
-    """The manifest of the checkpoint to resume, after a look at what it is of and whether its files are as they were written; each
-    rank reads its part of them. Raises UserError."""
+    """The manifest of the checkpoint to resume, after a look at what it is of and whether its files are as they were
+    written; each rank reads its part of them. Raises UserError."""
     path = Path(config.resume)
     manifest = read_manifest(path)
     if manifest["variant"] != variant:
-        raise UserError(f"{path}: found a checkpoint of {', '.join(manifest['variant'])}, expected one of {', '.join(variant)}; resume it "
-                        f"with the script that wrote it")
+        raise UserError(f"{path}: found a checkpoint of {', '.join(manifest['variant'])}, expected one of "
+                        f"{', '.join(variant)}; resume it with the script that wrote it")
     there, here = manifest["data"]["shards"], data["shards"]
     if not (config.spread_rows or config.epochs > 1):  # the stream only grows where shards are added behind
         here = here[:len(there)]
     if here != there:
-        raise UserError(f"{config.data}: found another data set (train shards {', '.join(here)}), expected the one that {path} was trained "
-                        f"on ({', '.join(there)}); name its folder with --data")
+        raise UserError(f"{config.data}: found another data set (train shards {', '.join(here)}), expected the one that {path} "
+                        f"was trained on ({', '.join(there)}); name its folder with --data")
     for name, expected in list(manifest["files"].items())[world.rank::world.size]:
         part = path / name
         if not part.exists() or file_entry(part) != expected:
             found = f"{part.stat().st_size} bytes, or a wrong checksum" if part.exists() else "no such file"
-            raise UserError(f"{part}: found {found}, expected {expected['bytes']} bytes as they were written; the checkpoint is damaged: "
-                            f"use an older one")
+            raise UserError(f"{part}: found {found}, expected {expected['bytes']} bytes as they were written; the "
+                            f"checkpoint is damaged: use an older one")
     return manifest
 
 
@@ -2350,16 +2263,18 @@ def write_tensors(path: Path, content: dict) -> dict:
     """torch.save, down to the disk, of finite tensors by name. Returns the manifest's entry."""
     for name, tensor in content.items():
         tensors = tensor.values() if isinstance(tensor, dict) else [tensor]
-        if not all(t.isfinite().all() for t in tensors):
-            raise UserError(f"{path}: found {name} that are not finite, expected finite ones to save; lower the learning rates "
-                            f"(--new_rates allows that on resume of an older checkpoint)")
+        norms = [torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors if t.is_floating_point()]
+        if not all(norm.isfinite() for norm in norms):
+            raise UserError(f"{path}: found {name} that are not finite, or too large to compute with, expected finite ones to "
+                            f"save; resume an older checkpoint with lower learning rates (--new_rates)")
     try:
         with open(path, "xb") as file:
             torch.save(content, file)
         flush_to_disk(path)
     except (OSError, RuntimeError) as error:  # torch makes its own of a failed write; the cause is behind it
         cause = error if isinstance(error, OSError) else error.__context__ or error
-        raise UserError(f"{path}: found {getattr(cause, 'strerror', None) or cause}, expected to write a checkpoint there") from None
+        raise UserError(f"{path}: found {getattr(cause, 'strerror', None) or cause}, expected to write a checkpoint "
+                        f"there") from None
     return {path.name: file_entry(path)}
 
 
@@ -2368,12 +2283,12 @@ class Checkpoints:
 
     def __init__(self, config: Config, world: World, data: dict, run_ids: list[str], variant: list[str]):
         self.config, self.world, self.folder = config, world, Path(config.out) / "checkpoints"
-        self.said = {"format": CHECKPOINT_FORMAT, "variant": variant, "run_ids": run_ids, "world_size": world.size, "torch": torch.__version__,
-                     "data": data, "config": asdict(config)}
+        self.constant = {"format": CHECKPOINT_FORMAT, "variant": variant, "run_ids": run_ids, "world_size": world.size,
+                         "torch": torch.__version__, "data": data, "config": asdict(config)}
 
     def save(self, trainer: Trainer, progress: Progress) -> Path:
         """Write a checkpoint and make it the latest. A collective; where it fails, all ranks raise UserError and nothing remains."""
-        world, path = self.world, self.folder / f"{self.said['run_ids'][-1]}_step{progress.step:06d}"
+        world, path = self.world, self.folder / f"{self.constant['run_ids'][-1]}_step{progress.step:06d}"
         part = self.folder / f".{path.name}.part"
         dense = trainer.optimizer.saved()
         try:
@@ -2381,7 +2296,7 @@ class Checkpoints:
             files = together(world, lambda: self.write_parts(part, trainer, dense))
             gathered = [None] * world.size
             dist.all_gather_object(gathered, files)
-            manifest = self.said | {**asdict(progress), "updates": trainer.optimizer.updates,
+            manifest = self.constant | {**asdict(progress), "updates": trainer.optimizer.updates,
                                     "table_updates": trainer.table.updates if trainer.table else 0,
                                     "files": {name: entry for files in gathered for name, entry in files.items()}}
             together(world, lambda: world.main and self.publish(part, path, manifest))
@@ -2420,7 +2335,7 @@ class Checkpoints:
     def is_mine(self, name: str) -> bool:
         """Whether this is exactly the name of a checkpoint of the run or its predecessors; what a user made of one is the user's."""
         run_id, _, step = name.rpartition("_step")
-        return run_id in self.said["run_ids"] and step.isdecimal()
+        return run_id in self.constant["run_ids"] and step.isdecimal()
 
     def remove(self, path: Path) -> None:
         """Under another name first, so that nothing half-removed looks whole."""
@@ -2447,7 +2362,7 @@ def load_checkpoint(path: Path, manifest: dict, trainer: Trainer, data: dict) ->
 # Training, evaluation and sampling.
 # =====================================================================================================================
 
-WARMUP_STEPS = 2  # untimed, before the clock starts; all they change is put back
+WARMUP_STEPS = 2  # of each stage, untimed, before the clock starts; all that they change is put back
 
 
 class Trainer:
@@ -2459,21 +2374,24 @@ class Trainer:
         self.table = table_class(config, world) if config.ngram_rows else None
         self.optimizer = Optimizer(self.model, config, world)
         # A graph for each stage, tied or not, trained or evaluated: more than the 8 that are allowed by default.
-        compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, recompile_limit=64, isolate_recompiles=True)
+        compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, recompile_limit=64,
+                                     isolate_recompiles=True)
         self.forward = compiled(self.model) if config.compile else self.model
-        self.rotary = [rotary_table(config, i).to(world.device) for i in range(len(config.stage_list))]
         self.flex = config.compile and world.device.type == "cuda"
         self.mask = compiled(attention_mask) if self.flex else attention_mask
-        self.val = self.plan_evaluation()
+        self.rotary = [rotary_table(config, i).to(world.device) for i in range(len(config.stage_list))]
+        whole = rank_batch(dataset.val, 0, config.val_tokens // config.seq_len, config.most_micro_rows(world.size),
+                           dataset.doc_start, world)
+        parts = [Batch(*(t[None] for t in part)) for part in zip(whole.tokens, whole.targets, whole.starts)]
+        self.val = [(part, self.table and self.table.plan([part])) for part in parts]  # this rank's, always the same
         self.fetched = self.table_grads = None  # of the update cycle under way
         self.table_time, self.host_time = Stopwatch(), Stopwatch()
 
-    # -- ahead of time, on the CPU -----------------------------------------------------------------------------------------
+    # -- ahead of time, on the CPU -------------------------------------------------------------------------------------
 
     def prepare(self, cycle: int) -> tuple[list[Batch], Cycle | None]:
         """The batches of an update cycle and the table's plan for them."""
-        config, world = self.config, self.world
-        stage = config.stage(cycle * config.ngram_update_every)
+        config, world, stage = self.config, self.world, self.config.stage(cycle * self.config.ngram_update_every)
         rows, micro_rows = stage.batch_tokens // config.seq_len, config.micro_rows(world.size, stage.batch_tokens)
         batches = [rank_batch(self.dataset.train, config.tokens_before(step) // config.seq_len, rows, micro_rows,
                               self.dataset.doc_start, world, stage.length) for step in config.cycle_steps(cycle)]
@@ -2483,31 +2401,11 @@ class Trainer:
             plan = plan and with_tensors(plan, Tensor.pin_memory)
         return batches, plan
 
-    def plan_evaluation(self) -> list[tuple[Batch, Cycle | None]]:
-        """This rank's validation micro-batches, each with its table plan; made once, since the tokens are always the same."""
-        config, world = self.config, self.world
-        whole = rank_batch(self.dataset.val, 0, config.val_tokens // config.seq_len, config.most_micro_rows(world.size),
-                           self.dataset.doc_start, world)
-        parts = [Batch(*(t[None] for t in part)) for part in zip(whole.tokens, whole.targets, whole.starts)]
-        return [(part, self.table and self.table.plan([part])) for part in parts]
+    # -- on the device -------------------------------------------------------------------------------------------------
 
-    # -- on the device -------------------------------------------------------------------------------------------------------
-
-    def begin_cycle(self, plan: Cycle, upcoming: Cycle | None) -> None:
-        """Fetch the cycle's rows, and make room for their gradients."""
-        self.fetched = self.table.fetch(plan, self.host_time)
-        if self.table.host and upcoming:
-            self.table.host.look_ahead(plan, upcoming)
-        self.table_grads = torch.empty(plan.asked, self.config.ngram_row_dim, device=self.world.device)  # its first add_grad clears it
-
-    def wait_for_host(self) -> None:
-        """Until the table is as the last step leaves it, on all ranks: what its host still does belongs to the step."""
-        if self.table and self.table.host:
-            self.table.wait()
-            dist.barrier()
-
-    def train_step(self, step: int, batch: Batch, plan: Cycle | None, stop: bool = False, upcoming: Cycle | None = None) -> Tensor:
-        """One step; `plan` is that of the whole update cycle, `upcoming` of the one that follows, where that is known.
+    def train_step(self, step: int, batch: Batch, plan: Cycle | None, stop: bool = False,
+                   upcoming: Cycle | None = None) -> Tensor:
+        """One step; `plan` is that of the whole update cycle, `upcoming` of the next, where that is known.
 
         Returns float32 [2] on the device: the mean loss of all ranks, and how many of them want to `stop`.
         """
@@ -2515,20 +2413,23 @@ class Trainer:
         index, batch_tokens = step % config.ngram_update_every, config.stage(step).batch_tokens
         if table and index == 0:
             with self.table_time:
-                self.begin_cycle(plan, upcoming)
+                self.fetched = table.fetch(plan, self.host_time)
+                if table.host and upcoming:
+                    table.host.look_ahead(plan, upcoming)
+                self.table_grads = torch.empty(plan.asked, config.ngram_row_dim, device=self.world.device)
         for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
             memory = None
             if table:
-                reads_a_part = plan.reads.shape[-1] // len(batch.tokens)
-                cut = slice(m * reads_a_part, (m + 1) * reads_a_part)
-                slots, reads, signs = (numbers[index][:, cut] for numbers in (plan.slots, plan.reads, plan.signs))
+                slots, reads, signs = (numbers[index].chunk(len(batch.tokens), dim=1)[m]
+                                       for numbers in (plan.slots, plan.reads, plan.signs))
                 with self.table_time:
                     memory = table.read(self.fetched, reads, signs).view(*tokens.shape, -1).requires_grad_()
             loss = self.forward(tokens, starts, memory, targets, **self.stage_inputs(step, starts))
             loss.backward()
             if table:
                 with self.table_time:
-                    table.add_grad(self.table_grads, slots, signs, memory.grad.view(-1, config.ngram_row_dim), fresh=(index == 0 and m == 0))
+                    table.add_grad(self.table_grads, slots, signs, memory.grad.view(-1, config.ngram_row_dim),
+                                   fresh=(index, m) == (0, 0))
             sums[0] += loss.detach() / batch_tokens
         scale = lr_scale(step, config)
         if table and (index + 1 == config.ngram_update_every or step + 1 == config.steps):
@@ -2537,39 +2438,33 @@ class Trainer:
             self.fetched = self.table_grads = None
         self.optimizer.step(scale, muon_momentum(step, config), batch_tokens, tied=step < config.untie_step)
         if step + 1 == config.untie_step:
-            self.optimizer.untie(self.model)
-        if stop:
-            sums[1] += 1
+            self.optimizer.untie()
+        sums[1] += stop
         dist.all_reduce(sums)
         return sums
 
     def stage_inputs(self, step: int, starts: Tensor, flex: bool | None = None) -> dict:
         """What the model is given besides tokens at this step of the schedules, or, in an evaluation, before it."""
-        config, flex = self.config, self.flex if flex is None else flex
-        short, long = config.stage(step).windows
+        config, windows, flex = self.config, self.config.stage(step).windows, self.flex if flex is None else flex
         make = self.mask if flex else attention_mask
-        mask = make(starts, long, flex)
-        masks = (mask if short == long else make(starts, short, flex), mask)
-        return dict(masks=masks, rotary=self.rotary[config.stage_index(step)], tied=step < config.untie_step)
+        masks = {window: make(starts, window, flex) for window in set(windows)}
+        return dict(masks=tuple(masks[window] for window in windows), rotary=self.rotary[config.stage_index(step)],
+                    tied=step < config.untie_step)
 
-    def read_memory(self, batch: Batch, plan: Cycle | None) -> Tensor | None:
-        """[B, L, ngram_dim] for a batch of one micro-batch, from the rows as they are now."""
-        if self.table is None:
-            return None
-        plan = to_device(plan, self.world.device)
-        return self.table.read(self.table.fetch(plan), plan.reads[0], plan.signs[0]).view(*batch.tokens.shape[1:], -1)
-
-    def val_parts(self, parts: int | None = None):
-        """Yield tokens, starts, memory and targets of this rank's (first) validation micro-batches, as the model takes them."""
-        for batch, plan in self.val[:parts]:
-            memory, batch = self.read_memory(batch, plan), to_device(batch, self.world.device)
-            yield batch.tokens[0], batch.starts[0], memory, batch.targets[0]
+    def val_parts(self, parts: list | None = None):
+        """Yield tokens, starts, memory, targets of validation's micro-batches, or others, as the model takes them."""
+        for prepared in self.val if parts is None else parts:
+            batch, plan = (holder and to_device(holder, self.world.device) for holder in prepared)
+            tokens, memory = batch.tokens[0], None
+            if plan:
+                memory = self.table.read(self.table.fetch(plan), plan.reads[0], plan.signs[0]).view(*tokens.shape, -1)
+            yield tokens, batch.starts[0], memory, batch.targets[0]
 
     @torch.no_grad()
     def evaluate(self, step: int, parts: int | None = None) -> float:
-        """Mean loss in nats a token over the validation tokens of all ranks, or over each rank's first micro-batches."""
+        """Mean loss in nats a token over the validation tokens of all ranks, or each rank's first micro-batches."""
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for tokens, starts, memory, targets in self.val_parts(parts):
+        for tokens, starts, memory, targets in self.val_parts(self.val[:parts]):
             total[0] += self.forward(tokens, starts, memory, targets, **self.stage_inputs(step, starts))
             total[1] += (targets >= 0).sum()
         dist.all_reduce(total)
@@ -2581,11 +2476,8 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.config.seed)
         ids = [self.dataset.doc_start, *prompt]
         for _ in range(count):
-            window = torch.tensor(ids[-self.config.seq_len:] + [-1])[None]
-            batch = make_batch(window, 1, 1, self.dataset.doc_start)
-            memory = self.read_memory(batch, self.table and self.table.plan([batch]))
-            batch = to_device(batch, self.world.device)
-            tokens, starts = batch.tokens[0], batch.starts[0]
+            batch = make_batch(torch.tensor([ids[-self.config.seq_len:] + [-1]]), 1, 1, self.dataset.doc_start)
+            tokens, starts, memory, _ = next(self.val_parts([(batch, self.table and self.table.plan([batch]))]))
             inputs = self.stage_inputs(step, starts, flex=False)  # a new length every time
             head = self.model.embed if inputs.pop("tied") else self.model.head
             x = self.model.hidden(tokens, starts, memory, **inputs)[0, -1:]
@@ -2594,86 +2486,89 @@ class Trainer:
         return ids[1:]
 
     def warm_up(self) -> None:
-        """Run a cycle and an evaluation of each stage, then begin anew, so that the clock meets everything warm and nothing changed."""
-        config, touched = self.config, []
-        for first in sorted(step for step in {*(stage.first for stage in config.stage_list), config.untie_step} if step < config.steps):
+        """Run a cycle and an evaluation of each stage, then begin anew: the clock meets all warm, and unchanged."""
+        config, table = self.config, self.table
+        firsts = {*(stage.first for stage in config.stage_list), config.untie_step}
+        for first in sorted(step for step in firsts if step < config.steps):
             cycle = first // config.ngram_update_every
             batches, plan = to_device_all(self.prepare(cycle), self.world.device)
             for _ in range(WARMUP_STEPS):
                 for step, batch in zip(config.cycle_steps(cycle), batches):
                     self.train_step(step, batch, plan)
             self.evaluate(first, parts=1)
-            touched.append(plan)
-        self.optimizer.restart(self.model, build_model(config, self.dataset.vocab_size, self.model_class))
-        for plan in touched if self.table else ():
-            self.table.forget(plan.owned)
-        if self.table and self.table.host:
-            self.table.host.thread.worked_s = 0.0
+            if table:
+                table.forget(plan.owned)
+        self.model.load_state_dict(build_model(config, self.dataset.vocab_size, self.model_class).state_dict())
+        self.optimizer = Optimizer(self.model, config, self.world)
         self.table_time, self.host_time = Stopwatch(), Stopwatch()
+        if table and table.host:
+            table.host.thread.worked_s = 0.0
 
 
-def to_device_all(prepared: tuple[list[Batch], Cycle | None], device: torch.device) -> tuple[list[Batch], Cycle | None]:
+def to_device_all(prepared: tuple, device: torch.device) -> tuple[list[Batch], Cycle | None]:
     batches, plan = prepared
     return [to_device(batch, device) for batch in batches], plan and to_device(plan, device)
 
 
 def train(trainer: Trainer, log: RunLog, progress: Progress, checkpoints: Checkpoints | None, stop: StopSignal) -> None:
-    """The training loop, from where `progress` stands to the end. Leaves the final evaluation to its caller, when the work is saved."""
-    config, world, first, every = trainer.config, trainer.world, progress.step, trainer.config.ngram_update_every
-    clock, reader, waited, upcoming = Clock(world, progress.train_time_s), LossReader(world, log), Stopwatch(), None
-    started, graphs = progress.train_time_s, compiled_graphs()
+    """The training loop, from where `progress` stands to the end, without the final evaluation."""
+    config, world, table, first = trainer.config, trainer.world, trainer.table, progress.step
+    every, save_every, started = config.ngram_update_every, config.checkpoint_every, progress.train_time_s
+    clock, reader, waited = Clock(world, started), LossReader(world, log), Stopwatch()
     loader = Loader(trainer.prepare, range(first // every, -(-config.steps // every)))
+    upcoming, graphs = None, compiled_graphs()
+
+    def pause() -> None:
+        """Stop the clock when all that the steps so far have begun is done, on all ranks."""
+        if clock.began is not None:
+            reader.read()
+            if table and table.host:
+                table.wait()
+                dist.barrier()
+            loader.rest()
+            clock.stop()
+            progress.train_time_s = clock.seconds()
+
     for step in range(first, config.steps):
         if config.val_every and step % config.val_every == 0:
-            pause(trainer, reader, loader, clock, progress)
+            pause()
             validate(trainer, log, progress)
         if clock.began is None:
             clock.start()
         if step % every == 0:
             with waited:
                 prepared = upcoming or loader.next()
-                upcoming = loader.next() if trainer.table and trainer.table.host else None
+                upcoming = loader.next() if table and table.host else None
             batches, plan = to_device_all(prepared, world.device)
         sums = trainer.train_step(step, batches[step % every], plan, stop.asked(), upcoming and upcoming[1])
         done, seconds = step + 1, clock.seconds()
         reader.push(done, sums, seconds, config.tokens_before(done) / seconds)
         progress.step, progress.train_time_s = done, seconds
-        if done % every and done < config.steps:
-            continue
-        due = config.checkpoint_every and done // config.checkpoint_every > (done - every) // config.checkpoint_every
-        if reader.stop or due and done < config.steps:
-            pause(trainer, reader, loader, clock, progress)
+        cycle_ends = done % every == 0 or done == config.steps
+        due = save_every and done < config.steps and done // save_every > (done - every) // save_every
+        if cycle_ends and (reader.stop or due):
+            pause()
             save_on_the_way(trainer, log, progress, checkpoints, stop if reader.stop else None)
-    pause(trainer, reader, loader, clock, progress)
+    pause()
     report_time(trainer, log, progress.train_time_s - started, waited.seconds, first)
     if compiled_graphs() > graphs:
         log.line(f"warning: {compiled_graphs() - graphs} graphs were compiled on the clock")
 
 
-def pause(trainer: Trainer, reader: LossReader, loader: Loader, clock: Clock, progress: Progress) -> None:
-    """Stop the clock when all that the steps so far have begun is done: losses read, the host's rows updated, the loader at rest."""
-    if clock.began is not None:
-        reader.read()
-        trainer.wait_for_host()
-        loader.rest()
-        clock.stop()
-        progress.train_time_s = clock.seconds()
-
-
-def save_on_the_way(trainer: Trainer, log: RunLog, progress: Progress, checkpoints: Checkpoints | None, stop: StopSignal | None) -> None:
-    """A checkpoint inside a run; where it cannot be written, training is worth more than it. With `stop` the run ends here."""
-    if stop and checkpoints is None:
-        raise Stopped(stop.signum or signal.SIGTERM, f" after step {progress.step}, without a checkpoint (see --checkpoint)")
+def save_on_the_way(trainer: Trainer, log: RunLog, progress: Progress, checkpoints: Checkpoints | None,
+                    stop: StopSignal | None) -> None:
+    """A checkpoint inside a run; training is worth more than one that cannot be written. With `stop` the run ends."""
+    saved = "without a checkpoint (see --checkpoint)"
     try:
-        path = checkpoints.save(trainer, progress)
+        if checkpoints:
+            saved = f"checkpoint {checkpoints.save(trainer, progress)}"
     except UserError as error:
         if stop:
             raise
-        log.line(f"warning: no checkpoint at step {progress.step}: {error}; training continues")
-        return
+        saved = f"warning: no checkpoint at step {progress.step}: {error}; training continues"
     if stop:
-        raise Stopped(stop.signum or signal.SIGTERM, f" after step {progress.step}, checkpoint {path}")
-    log.line(f"checkpoint {path}", screen=False)
+        raise Stopped(stop.signum or signal.SIGTERM, f" after step {progress.step}, {saved}")
+    log.line(saved, screen=saved.startswith("warning"))
 
 
 def validate(trainer: Trainer, log: RunLog, progress: Progress) -> float:
@@ -2687,35 +2582,35 @@ def validate(trainer: Trainer, log: RunLog, progress: Progress) -> float:
 
 
 def report_time(trainer: Trainer, log: RunLog, seconds: float, waited_s: float, first: int) -> None:
-    """Where the training time went since step `first`."""
-    config, world, table = trainer.config, trainer.world, trainer.table
-    on_cpu = f", table {trainer.table_time.seconds:.2f} s" if world.device.type == "cpu" else ""  # a GPU's time is its profiler's to tell
+    """Where the training time since step `first` went; on a GPU, a profiler knows what the table took."""
+    world, table = trainer.world, trainer.table
+    on_cpu = f", table {trainer.table_time.seconds:.2f} s" if world.device.type == "cpu" else ""
     log.line(f"waited for data {waited_s:.2f} s{on_cpu} of {seconds:.2f} s")
     if table and table.host:
         host_s = trainer.host_time.seconds
-        log.line(f"waited for rows in host memory {host_s:.2f} s ({host_s / max(seconds, 1e-9):.1%} of the time); the host's thread worked "
-                 f"{table.host.thread.worked_s:.2f} s, evaluations included")
-    flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens * trainer.model.flops_per_token(stage.windows)
-                for stage in config.stage_list)
-    gpu, reached = find_gpu(config, world), 1e-12 * flops / world.size / max(seconds, 1e-9)
-    log.line(f"{reached:.3f} TFLOP/s a rank" + (f", MFU {reached / gpu.tflops:.1%} of {gpu.tflops:g}" if gpu else ""))
+        log.line(f"waited for rows in host memory {host_s:.2f} s ({host_s / max(seconds, 1e-9):.1%} of the time); "
+                 f"the host's thread worked {table.host.thread.worked_s:.2f} s, evaluations included")
+    flops = sum(max(0, stage.end - max(first, stage.first)) * stage.batch_tokens *
+                trainer.model.flops_per_token(stage.windows) for stage in trainer.config.stage_list)
+    log.line(f"{1e-12 * flops / world.size / max(seconds, 1e-9):.3f} TFLOP/s a rank")
 
 
 def conclude(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, checkpoints: Checkpoints | None) -> float:
-    """The last checkpoint first, then what may fail: final evaluation and sample. The result is the last two lines, which a failed
-    checkpoint must not lose. Returns the final validation loss."""
+    """The last checkpoint first, then what may fail: final evaluation and sample. The result is the last two lines,
+    which no failed checkpoint must lose. Returns the final validation loss."""
     config, failed = trainer.config, None
-    if checkpoints:
-        try:
+    try:
+        if checkpoints:
             log.line(f"checkpoint {checkpoints.save(trainer, progress)}")
-        except UserError as error:
-            failed = error
+    except UserError as error:
+        failed = error
     val_loss = validate(trainer, log, progress)
     if config.sample_tokens:
         ids = trainer.sample(config.steps, config.sample_tokens)
         text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
         log.line("sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
-    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} train_time:{1e3 * progress.train_time_s:.0f}ms")
+    log.line(f"final step:{config.steps}/{config.steps} val_loss:{val_loss:.5f} "
+             f"train_time:{1e3 * progress.train_time_s:.0f}ms")
     outcome = f"met at step:{progress.met[0]} train_time:{1e3 * progress.met[1]:.0f}ms" if progress.met else "not met"
     log.line(f"target val_loss:{config.target_loss} {outcome}")
     if failed:
@@ -2728,61 +2623,69 @@ def conclude(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, check
 # =====================================================================================================================
 
 def main(argv: list[str] | None = None, config_class=Config, model_class=GPT, table_class=NgramTable) -> float:
-    """Run what the command line asks for, with a variant's classes where it has any. Returns the final validation loss, or nan."""
+    """Run what the command line asks for, with a variant's classes. Returns the final validation loss, or nan."""
     config = parse_args(sys.argv[1:] if argv is None else argv, config_class)
-    if config.ranks:
-        print("\n".join(plan_elsewhere(config, model_class)))
+    if config.ranks:  # none of which need be here, nor the tokens: they are GPT-2's then
+        world = World(0, config.ranks, config.ranks, torch.device(config.device), None, None)
+        vocab_size, tokens = GPT2_VOCAB_SIZE, 0
+        with suppress(UserError):
+            dataset = open_dataset(config)
+            vocab_size, tokens = dataset.vocab_size, dataset.train.num_tokens
+        print("\n".join(plan_lines(make_plan(config, world, vocab_size, tokens, model_class), config, world)))
         return math.nan
-    if config.device == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the rows touched, and so the sizes, are new every cycle
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    classes = config_class, model_class, table_class
+    if config.device == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # tables' sizes are new every cycle
     with StopSignal() as stop, join_world(config, stop) as world:
         dataset = together(world, lambda: open_dataset(config))
         plan = make_plan(config, world, dataset.vocab_size, dataset.train.num_tokens, model_class)
         if world.main:
-            print("\n".join(plan_lines(plan, config, world)), flush=True)
-        if config.dry_run:
-            return math.nan
-        if world.device.type == "cpu":
-            keep_freed_memory()
-        elif config.ngram_device == "cpu" and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, for work that the GPU does
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
-        together(world, lambda: (check_fits(plan, world), check_tokens(config, dataset)))
-        data = identify_data(config, dataset, world)
-        resumed = together(world, lambda: open_checkpoint(config, data, world, variant_of(*classes))) if config.resume else None
-        tokenizer = together(world, lambda: load_tokenizer(config.data, dataset.vocab_size)) if config.sample_tokens else None
-        log = together(world, lambda: RunLog(config, world, data, plan, resumed, sources_of(*classes)))
-        try:
-            return run(config, world, dataset, data, tokenizer, log, resumed, stop, classes)
-        except BaseException as error:
-            log.line(world.first_failure(describe(error))[1], screen=False)
-            raise
+            with nullcontext() if config.dry_run else suppress(OSError):  # the log meets it too, and warns
+                print("\n".join(plan_lines(plan, config, world)), flush=True)
+        classes = config_class, model_class, table_class
+        return math.nan if config.dry_run else run(config, world, dataset, plan, stop, classes)
 
 
-def run(config: Config, world: World, dataset: Dataset, data: dict, tokenizer, log: RunLog, resumed: dict | None, stop: StopSignal,
-        classes: tuple) -> float:
-    """Everything that a run does once it may start. Returns the final validation loss."""
-    run_ids, keeps = [log.run_id], config.checkpoint or config.checkpoint_every > 0
-    dist.broadcast_object_list(run_ids)
+def run(config: Config, world: World, dataset: Dataset, plan: dict, stop: StopSignal, classes: tuple) -> float:
+    """The run itself, and the checks that it may start. Returns the final validation loss."""
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    elif config.ngram_device == "cpu" and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, for work on a GPU
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+    together(world, lambda: (check_fits(plan, world), check_tokens(config, dataset)))
+    data, variant = identify_data(config, dataset, world), variant_of(*classes)
+    resumed = together(world, lambda: config.resume and open_checkpoint(config, data, world, list(variant)))
+    tokenizer = together(world, lambda: config.sample_tokens and load_tokenizer(config.data, dataset.vocab_size))
+    header = run_header(config, world, data, plan)
+    if resumed:
+        header["resumed"] = {key: resumed[key] for key in ("run_ids", "step")}
+    log = together(world, lambda: RunLog(config, world, header, set(variant.values())))
+    keeps, run_ids = config.checkpoint or config.checkpoint_every > 0, [log.run_id]
     locks = world.main and (keeps or resumed)  # which a resumed run shares with the one that may still be writing
-    with together(world, lambda: lock_folder(Path(config.out) / "checkpoints", "training") if locks else nullcontext()):
-        trainer, progress = Trainer(config, world, dataset, *classes[1:]), Progress()
-        if trainer.table and trainer.table.slow_because:
-            log.line(f"the table's loops are not compiled ({trainer.table.slow_because}); tensor operations do their work, slower")
-        trainer.warm_up()
-        if resumed:
-            progress, run_ids = load_checkpoint(Path(config.resume), resumed, trainer, data), resumed["run_ids"] + run_ids
-            log.line(f"resumed {config.resume} at step {progress.step}")
-        checkpoints = Checkpoints(config, world, data, run_ids, variant_of(*classes)) if keeps else None
-        goes_on = progress.step < config.steps
-        if goes_on:
-            stop.may_wait = True
-            train(trainer, log, progress, checkpoints, stop)
-            stop.may_wait = False
-        val_loss = conclude(trainer, log, tokenizer, progress, checkpoints if goes_on else None)
-    if stop.signum:
-        raise Stopped(stop.signum)  # too late to stop anything, but whoever sent it wants to know
-    return val_loss
+    try:
+        dist.broadcast_object_list(run_ids)
+        folder = Path(config.out) / "checkpoints"
+        with together(world, lambda: lock_folder(folder, "training") if locks else nullcontext()):
+            trainer, progress = Trainer(config, world, dataset, *classes[1:]), Progress()
+            if trainer.table and trainer.table.slow_because:
+                log.line(f"the table's loops are not compiled ({trainer.table.slow_because}); the run is slower")
+            trainer.warm_up()
+            if resumed:
+                progress = load_checkpoint(Path(config.resume), resumed, trainer, data)
+                run_ids = resumed["run_ids"] + run_ids
+                log.line(f"resumed {config.resume} at step {progress.step}")
+            checkpoints = Checkpoints(config, world, data, run_ids, list(variant)) if keeps else None
+            unfinished = progress.step < config.steps
+            if unfinished:
+                stop.may_wait = True
+                train(trainer, log, progress, checkpoints, stop)
+                stop.may_wait = False
+            val_loss = conclude(trainer, log, tokenizer, progress, checkpoints if unfinished else None)
+        if stop.signum:
+            raise Stopped(stop.signum)  # too late to stop anything, but whoever sent it wants to know
+        return val_loss
+    except BaseException as error:
+        log.line(world.first_failure(describe(error))[1], screen=False)
+        raise
 
 
 if __name__ == "__main__":

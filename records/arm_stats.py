@@ -1,13 +1,15 @@
-"""Arms and their statistics: which runs belong together, what may be said of them, and the report that outputs show.
+"""Arms and their statistics: which runs belong together, what they show, and the report that every output prints.
 
 `collect(paths)` reads logs into arms; `build_report(collected, ...)` makes one dict of plain values from them.
 """
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import math
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +17,15 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py has what all command lines share
 from read_logs import UNKNOWN, LogError, Run, read_log
+from train_gpt import UserError
 
 FIELD_TARGET_LOSS = 3.28     # logs of other trainers do not name their target; it was this one
 OUTLIER_SCORE = 3.5          # modified z-score, Iglewicz and Hoaglin (1993)
-OUTLIER_MIN_RUNS = 5         # below this the median absolute deviation says nothing
+OUTLIER_MIN_RUNS = 5         # of fewer values the median absolute deviation is of no use
 LOG_SUFFIXES = (".txt", ".log")
 NOT_CONFIG_DIFFERENCES = {"seed", "run_id", "out", "resume"}
-
-
-class UserError(Exception):
-    """A fault that the user can mend. The message names the thing, what was found, what was expected, the remedy."""
 
 
 # ---- arms: which runs belong together -------------------------------------------------------------------------------
@@ -45,6 +45,9 @@ def collect(paths: list[str]) -> Collected:
     for text in paths:
         for arm, files in _arms_of_path(text, skipped):
             files_by_arm[arm] = list(dict.fromkeys([*files_by_arm.get(arm, []), *files]))
+    logs = read_files([file for files in files_by_arm.values() for file in files])
+    files_by_arm = {arm: [file for file in files if file in logs] for arm, files in files_by_arm.items()}
+    files_by_arm = {arm: files for arm, files in files_by_arm.items() if files}
     names = _short_names(list(files_by_arm))
     collected = Collected({}, skipped, [])
     seen: dict[object, list[Run]] = {}
@@ -54,11 +57,11 @@ def collect(paths: list[str]) -> Collected:
         for file in files:
             holder = arm_of_file.setdefault(file.resolve(), arm)
             if holder is arm:
-                _read_into(runs, file, collected, seen)
+                _add_runs(runs, file, logs[file], collected, seen)
             elif holder.resolve() != arm.resolve():
                 collected.duplicates.append((str(file), f"one in the arm {names[holder]}"))
     for name in collected.arms:
-        collected.arms[name] = _join_continued(collected.arms[name], collected)
+        collected.arms[name] = _join_resumed(collected.arms[name], collected)
     collected.arms = {name: runs for name, runs in collected.arms.items() if runs}
     if not collected.arms:
         named = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
@@ -111,11 +114,34 @@ def expand_logs(paths: list[str]) -> list[Path]:
     return list(logs)
 
 
-def _read_into(runs: list[Run], file: Path, collected: Collected, seen: dict[object, list[Run]]) -> None:
+def read_files(files: list[Path]) -> dict[Path, list[Run] | str]:
+    """The runs of each file, or why it holds none. Sources that the runs were made by, kept as text, are left out."""
+    found: dict[Path, list[Run] | str] = {}
+    for file in dict.fromkeys(files):
+        try:
+            found[file] = read_log(file)
+        except (LogError, OSError) as error:
+            found[file] = str(isinstance(error, OSError) and error.strerror or error)
+    runs = [run for read in found.values() if not isinstance(read, str) for run in read]
+    sources = {digest for run in runs for digest in run.sources.values()}
+    return {file: read for file, read in found.items() if not (sources and _is_source(file, read, sources))}
+
+
+def _is_source(file: Path, read: list[Run] | str, sources: set[str]) -> bool:
+    """Whether the file is one of `sources` by its sha256. Not read again where it is a log of this trainer."""
+    if not isinstance(read, str) and any(run.header for run in read):
+        return False
     try:
-        found = read_log(file)
-    except (LogError, OSError) as error:
-        collected.skipped.append((str(file), error.strerror if isinstance(error, OSError) else str(error)))
+        return hashlib.sha256(file.read_bytes()).hexdigest() in sources
+    except OSError:
+        return False
+
+
+def _add_runs(runs: list[Run], file: Path, found: list[Run] | str, collected: Collected,
+              seen: dict[object, list[Run]]) -> None:
+    """Add what the file holds to an arm's runs; what holds no run and what is there already is noted."""
+    if isinstance(found, str):
+        collected.skipped.append((str(file), found))
         return
     for run in found:
         same = seen.setdefault(json.dumps(run.header, sort_keys=True) if run.header else run.curve_digest(), [])
@@ -142,18 +168,18 @@ def _is_same_run(run: Run, other: Run) -> bool:
                ((run.steps, other.steps), (run.losses, other.losses), (run.times_ms, other.times_ms)))
 
 
-def _join_continued(runs: list[Run], collected: Collected) -> list[Run]:
-    """The runs of an arm, a stopped run and the one that went on from its checkpoint as one: the latter, with the evaluations before.
+def _join_resumed(runs: list[Run], collected: Collected) -> list[Run]:
+    """An arm's runs; a stopped run and the one that resumed it are one: the latter, with the evaluations before it.
 
-    What went on from a run that ended well is no second sample, and is left out.
+    A run that resumed a finished one is no second sample, and is left out.
     """
     by_id = {run.header["run_id"]: run for run in runs if "run_id" in run.header}
-    repeats: dict[str, Run] = {}     # run_id of what goes on from a finished run -> that run
+    repeats: dict[str, Run] = {}     # run_id of one that resumed a finished run -> that run
     for run in sorted((run for run in runs if run.resumed), key=lambda run: len(run.resumed["run_ids"])):
         before, step = run.resumed["run_ids"][-1], run.resumed["step"]
         earlier = by_id.get(before)
         if earlier is None or earlier is run:
-            run.goes_on_from = f"{before} at step {step}"
+            run.resumed_from = f"{before} at step {step}"
             continue
         whole = repeats.get(before) or (earlier if earlier.failure is None else None)
         if whole:
@@ -162,7 +188,7 @@ def _join_continued(runs: list[Run], collected: Collected) -> list[Run]:
             count = sum(at <= step and at not in run.steps for at in earlier.steps)
             for name in ("steps", "losses", "times_ms"):
                 setattr(run, name, getattr(earlier, name)[:count] + getattr(run, name))
-            for name in ("world_size", "device", "torch"):     # so that it is pooled with nothing that ran on one of them alone
+            for name in ("world_size", "device", "torch"):     # so that it is pooled with no run of one of them alone
                 if getattr(earlier, name) != getattr(run, name):
                     setattr(run, name, f"{getattr(earlier, name)}, then {getattr(run, name)}")
         left_out, kept = (run, whole) if whole else (earlier, run)
@@ -173,7 +199,7 @@ def _join_continued(runs: list[Run], collected: Collected) -> list[Run]:
 
 
 def _short_names(arms: list[Path]) -> dict[Path, str]:
-    """For each arm's path, the fewest last parts that tell it from the others."""
+    """For each arm's path, the fewest last parts that no other arm's path ends with."""
     parts = {arm: arm.with_suffix("").parts if arm.suffix in LOG_SUFFIXES else arm.resolve().parts for arm in arms}
     names = {}
     for arm in arms:
@@ -218,7 +244,7 @@ def deviation(values: list[float]) -> float | None:
 
 
 def why_no_test(values: list[float], seeds: list = ()) -> str | None:
-    """Why `values` are no sample to test, in a word that fits a table cell, or None if they are."""
+    """Why `values` cannot be tested, in a word that fits a table cell, or None if they can."""
     known = [seed for seed in seeds if seed is not None]
     if len(known) != len(set(known)):
         return "eq. seeds"
@@ -240,9 +266,10 @@ def welch(values: list[float], baseline: list[float]) -> tuple[float, float, flo
 
 
 def paired_by_seed(arm: list[Run], base: list[Run]) -> dict:
-    """Paired two-sided t-test of arm - base over the seeds that both ran once: {} where there are not two such, or all differ alike.
+    """Paired two-sided t-test of arm - base over the seeds that both ran once.
 
-    Runs of one seed begin with the same weights and read the same tokens, so that much of what parts the seeds falls out.
+    {} where there are fewer than two such seeds, or where all differences are equal.
+    Runs of one seed begin with the same weights and read the same tokens: much of the difference between seeds cancels.
     """
     losses = [{run.seed: run.final_loss for run in side if run.seed is not None} for side in (arm, base)]
     if any(len(known) < len(side) for known, side in zip(losses, (arm, base))):
@@ -366,7 +393,7 @@ def _describe_group(number: int, key: dict, arms: dict[str, list[Run]], target: 
     group = {"number": number, "key": key, "target_loss": target, "target_from": target_from, "by": by,
              "arms": described, "comparisons": [], "fits": [], "notes": []}
     if key["device"] == UNKNOWN:
-        group["notes"].append("these logs name no hardware: whether their times compare cannot be told")
+        group["notes"].append("these logs name no hardware, so it is unknown whether their times compare")
     base = next((arm for arm in described if arm["name"] == baseline), None) if baseline else described[0]
     if base is None and len(described) > 1:
         group["notes"].append(f"nothing is compared here: the baseline {baseline} is in another group")
@@ -412,7 +439,8 @@ def describe_arm(name: str, runs: list[Run], target: float | None) -> dict:
 
 def _notes_on_arm(arm: dict, good: list[Run]) -> list[str]:
     notes = [f"failed: {failed['run']}: {failed['reason']}" for failed in arm["failed"]]
-    notes += [f"{run.name} goes on from {run.goes_on_from}, whose log is not here" for run in arm["_runs"] if run.goes_on_from]
+    notes += [f"{run.name} resumed {run.resumed_from}, whose log is not here"
+              for run in arm["_runs"] if run.resumed_from]
     early = [run for run in good if run.ended_early]
     if early:
         ends = _count_list([f"{run.final_step} of {run.total}" for run in early])
@@ -437,7 +465,7 @@ def _notes_on_arm(arm: dict, good: list[Run]) -> list[str]:
     varied = {key: values for key, values in config_values(good).items() if len(values) > 1}
     if varied:
         shown = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in varied.items())
-        notes.append(f"pools different configs: {shown} (--by with {next(iter(varied))} tells them apart)")
+        notes.append(f"pools different configs: {shown} (--by {next(iter(varied))} separates them)")
     if len({frozenset(run.sources.items()) for run in good}) > 1:
         notes.append("pools runs of different sources")
     for kind, places in (("loss", "outlier_losses"), ("time", "outlier_times")):
@@ -480,12 +508,12 @@ def compare_arms(arm: dict, base: dict) -> dict:
 
 
 def _time_at_equal_loss(arm: list[Run], base: list[Run]) -> dict | None:
-    """When each arm's mean curve first reaches the worse arm's final mean loss. None where curves or times lack."""
+    """When each arm's mean curve first reaches the worse arm's final mean loss. None without curves or times."""
     curves = [mean_curve(arm), mean_curve(base)]
     if any(curve is None for curve in curves):
         return None
     level = max(float(curve[1][-1]) for curve in curves)
-    if any(steps[0] > 0 and losses[0] < level - 1e-12 for steps, losses, _ in curves):     # it was there before anybody looked
+    if any(steps[0] > 0 and losses[0] < level - 1e-12 for steps, losses, _ in curves):     # before the first evaluation
         return None
     reached = [first_reach(curve, level) for curve in curves]
     if any(point is None or not math.isfinite(point[1]) for point in reached):
@@ -496,7 +524,7 @@ def _time_at_equal_loss(arm: list[Run], base: list[Run]) -> dict | None:
 
 
 def _notes_between(arms: list[dict], base: dict, by: list[str]) -> list[str]:
-    """What else differs between the arms: a difference of loss is only worth what the other differences leave of it."""
+    """What else differs between the arms, and so may explain a difference of loss."""
     notes = []
     if len({tuple(arm["steps"]) for arm in arms if arm["n"]}) > 1:
         notes.append("arms differ in their number of steps: read the time at equal loss, not the final losses alone")

@@ -9,17 +9,17 @@ compared as `records/compare.py DIR/ARM...` does.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import compare
-from arm_stats import UserError
 from read_logs import LogError, read_log
+from train_gpt import UserError, run_command
 
 RESERVED_FLAGS = ("seed", "out", "run_id")
 
@@ -119,35 +119,27 @@ def run_all(launches: list[Launch], stop_on_failure: bool) -> list[tuple[Launch,
         elif status != 0:
             failed.append((launch, f"exit status {status}"))
         if failed and stop_on_failure:
-            print(f"stopped at the first failure, {len(launches) - index} launches left out", file=sys.stderr)
+            print(f"stopped at the first failure; {len(launches) - index} launches were not started", file=sys.stderr)
             break
     return failed
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns 0 only if every launch succeeded."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Raises UserError, after the comparison where a launch failed."""
     options = parse_arguments(arguments)
-    try:
-        launches = plan(options)
-        if options.dry_run:
-            print("\n".join(shlex.join(launch.command) for launch in launches))
-            return 0
-        failed = run_all(launches, options.stop_on_failure)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"interrupted; the runs so far are in {options.out}; move the cut log away, then --resume goes on",
-              file=sys.stderr)
-        return 130
-    folders = [str(options.out / text.partition("=")[0]) for text in options.arm]
-    folders = [folder for folder in folders if os.path.isdir(folder)]
+    launches = plan(options)
+    if options.dry_run:
+        print("\n".join(shlex.join(launch.command) for launch in launches))
+        return
+    failed = run_all(launches, options.stop_on_failure)
+    folders = [str(folder) for text in options.arm if (folder := options.out / text.partition("=")[0]).is_dir()]
+    reasons = "".join(f"\n  {launch.arm} seed {launch.seed}: {reason}" for launch, reason in failed)
     print()
-    status = compare.main([*folders, *(["--plot", options.plot] if options.plot else [])]) if folders else 1
-    for launch, reason in failed:
-        print(f"failed: {launch.arm} seed {launch.seed}: {reason}", file=sys.stderr)
-    return 1 if failed else status
+    with suppress(UserError) if failed else nullcontext():     # no run to compare: because launches failed
+        compare.main([*folders, *(["--plot", options.plot] if options.plot else [])])
+    if failed:
+        raise UserError(f"found {len(failed)} launches that failed, expected none; see their output above:{reasons}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -15,8 +15,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from arm_stats import UserError, build_report, collect
+from arm_stats import build_report, collect
+from leaderboard import archive, update_records
 from tables import to_csv, to_json, to_markdown, to_text
+from train_gpt import UserError, run_command
 
 FORMATS = {"text": to_text, "markdown": to_markdown, "json": to_json, "csv": to_csv}
 
@@ -34,7 +36,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--mix", action="store_true", help="pool and compare runs that are not comparable, with a warning")
     add("--by", metavar="KEY[,KEY]",
         help="make the arms by the values of a config key (such as ngram_rows) and fit a line of loss against log2 of "
-             "the first key; further keys tell lines apart")
+             "the first key; further keys make several lines")
     add("--plot", metavar="FILE.png", help="draw loss against time and steps; with --by, loss against KEY")
     output = parser.add_mutually_exclusive_group()
     for name in ("markdown", "json", "csv"):
@@ -61,7 +63,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def compare(options: argparse.Namespace) -> int:
+def compare(options: argparse.Namespace) -> None:
     by = [key.strip().replace("-", "_") for key in options.by.split(",")] if options.by else []
     paths, baseline = list(options.paths), options.baseline
     if baseline and (Path(baseline).exists() or any(mark in baseline for mark in "*?[")):
@@ -81,30 +83,21 @@ def compare(options: argparse.Namespace) -> int:
         from plots import plot_report     # matplotlib takes a second to load
         plot_report(report, Path(options.plot))
         print(f"drew {options.plot}", file=sys.stderr)
-    return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Raises UserError."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     options = parse_arguments(arguments)
-    try:
-        if options.leaderboard:
-            from leaderboard import update_records
-            return update_records(options.records, check=options.check)
-        if options.archive:
-            from leaderboard import archive
-            return archive(options.records, options.archive, options.paths, options.arm, options.track, options.date)
-        return compare(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 141
+    if options.leaderboard:
+        update_records(options.records, check=options.check)
+    elif options.archive:
+        archive(options.records, options.archive, options.paths, options.arm, options.track, options.date)
+    else:
+        compare(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

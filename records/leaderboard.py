@@ -1,7 +1,7 @@
 """Records: runs kept in the repository, their statistics, and the leaderboard of each track.
 
-A record is records/<track>/<date>_<name>/: one folder of logs for each arm, the source of the runs once by its hash,
-and a README.md. What stands between the markers in that file and in records/README.md is made from the logs alone.
+A record is records/<track>/<date>_<name>/: one folder of logs for each arm, the sources of the runs as text, and a
+README.md. What stands between the markers in that file and in records/README.md is made from the logs alone.
 """
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import re
 import shutil
 from pathlib import Path
 
-from arm_stats import LOG_SUFFIXES, UserError, build_report, collect, expand_logs
-from read_logs import LogError, Run, read_log
+from arm_stats import LOG_SUFFIXES, build_report, collect, expand_logs, read_files
+from read_logs import Run
 from tables import group_title, markdown_table, number, p_text, steps_text, to_markdown, tokens_text
+from train_gpt import UserError, written_whole
 
 KNOWN_TRACKS = ("cpu", "fineweb")
 STUDIES = "studies"      # comparisons at equal steps or tokens, which race for no target and stand on no leaderboard
@@ -25,47 +26,41 @@ BEGIN, END = "<!-- {}: made by compare.py --leaderboard -->", "<!-- end of {} --
 
 # ---- archive --------------------------------------------------------------------------------------------------------
 
-def archive(root: Path, name: str, paths: list[str], arm: str | None, track: str | None, date: str | None) -> int:
+def archive(root: Path, name: str, paths: list[str], arm: str | None, track: str | None, date: str | None) -> None:
     """Move logs into the record `name` below `root`, with their sources. Everything is checked first, then copied, and
     only when all copies stand are the originals removed; a file that exists with other content is never overwritten."""
     if RECORD_NAME.fullmatch(_checked_name("--archive", name)):
         raise UserError(f"--archive {name}: expected a name without a date; the date is put before it")
     if arm is not None:
         _checked_name("--arm", arm)
-    logs = expand_logs(paths)
-    runs_of = {log: _read_or_refuse(log) for log in logs}
+    runs_of = read_files(expand_logs(paths))
+    for log, runs in runs_of.items():
+        if isinstance(runs, str):
+            raise UserError(f"{log}: {runs}; expected a log of runs; nothing was moved")
     record = _record_folder(root, name, [run for runs in runs_of.values() for run in runs], track, date)
-    moves = {log: record / (arm or log.resolve().parent.name) / log.name for log in logs}
+    moves = {log: record / (arm or log.resolve().parent.name) / log.name for log in runs_of}
     if len(set(moves.values())) < len(moves):
         twice = next(target for target in moves.values() if list(moves.values()).count(target) > 1)
         raise UserError(f"{twice}: two logs would go there; archive them in two commands with different --arm")
     copies = moves | _sources_of(runs_of, record)
     for source, target in copies.items():
         if target.exists() and not _same_bytes(source, target):
-            raise UserError(f"{target}: exists with other content than {source} and is not overwritten; rename one")
+            raise UserError(f"{target}: found other content than in {source}, and does not overwrite it; rename one")
     for source, target in copies.items():
-        _copy_exclusively(source, target)
+        _copy(source, target)
     for log in moves:
         log.unlink()
     _remove_orphaned_sources([source for source in copies if source not in moves])
     if not (record / "README.md").exists():
         _write(record / "README.md", _new_record_text(record))
-    print(f"moved {len(moves)} logs into {record}\nnow say in {record / 'README.md'} what was changed and why, and run "
-          f"compare.py --leaderboard")
-    return 0
+    print(f"moved {len(moves)} logs into {record}\n"
+          f"now describe in {record / 'README.md'} what was changed and why, and run compare.py --leaderboard")
 
 
 def _checked_name(flag: str, name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise UserError(f"{flag} {name}: expected a name of letters, digits, '_', '-' and '.'")
     return name
-
-
-def _read_or_refuse(log: Path) -> list[Run]:
-    try:
-        return read_log(log)
-    except (LogError, OSError) as error:
-        raise UserError(f"{log}: {error}; expected a log of runs; nothing was moved") from error
 
 
 def _record_folder(root: Path, name: str, runs: list[Run], track: str | None, date: str | None) -> Path:
@@ -85,46 +80,56 @@ def _record_folder(root: Path, name: str, runs: list[Run], track: str | None, da
 
 
 def _sources_of(runs_of: dict[Path, list[Run]], record: Path) -> dict[Path, Path]:
-    """{source beside the logs: its place in the record}. Raises UserError where one lacks or has another hash."""
-    found = {}
+    """{source beside the logs: its place in the record}, train_gpt.txt for train_gpt.py. The second of two that differ
+    has its hash in its name. Raises UserError where one is missing or was changed."""
+    found, taken = {}, {}     # taken: place in the record -> sha256
     for log, runs in runs_of.items():
-        for name, digest in {item for run in runs for item in run.sources.items()}:
-            file_name = f"{Path(name).stem}_{digest[:16]}{Path(name).suffix}"
-            kept = record / file_name
-            places = (log.parent / file_name, log.parent.parent / file_name, kept)
-            source = next((path for path in places if path.exists()), None)
-            if source is None:
-                raise UserError(f"{log}: its source {file_name} lies neither beside it nor above it; put it there: a "
-                                f"run without what made it is no record")
-            actual = hashlib.sha256(source.read_bytes()).hexdigest()
-            if actual != digest:
-                raise UserError(f"{source}: its sha256 is {actual}, expected {digest} as {log} says; it was changed")
+        for name, digest in {item: None for run in runs for item in run.sources.items()}:
+            source, stem = _find_source(log, name, digest, record), Path(name).stem
+            for kept in (record / f"{stem}.txt", record / f"{stem}_{digest[:16]}.txt"):
+                if taken.setdefault(kept, _sha256(kept) if kept.exists() else digest) == digest:
+                    break
             if source != kept:
                 found[source] = kept
     return found
+
+
+def _find_source(log: Path, name: str, digest: str, record: Path) -> Path:
+    """The file of that sha256 beside the log, above it or in the record: as a run leaves it or as a record keeps it."""
+    stem, suffix = Path(name).stem, Path(name).suffix
+    left_by_run, kept = f"{stem}_{digest[:16]}{suffix}", (f"{stem}_{digest[:16]}.txt", f"{stem}.txt")
+    places = [folder / file for folder in (log.parent, log.parent.parent, record) for file in (left_by_run, *kept)]
+    existing = {path: _sha256(path) for path in places if path.exists()}
+    for path, actual in existing.items():
+        if actual == digest:
+            return path
+    for path, actual in existing.items():
+        if path.name == left_by_run:
+            raise UserError(f"{path}: its sha256 is {actual}, expected {digest} as {log} says; it was changed")
+    raise UserError(f"{log}: found no source {left_by_run} beside it or above it, expected what made the run; put it "
+                    f"there: a run without it is no record")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _same_bytes(path: Path, other: Path) -> bool:
     return path.stat().st_size == other.stat().st_size and path.read_bytes() == other.read_bytes()
 
 
-def _copy_exclusively(source: Path, target: Path) -> None:
-    """Copy under a temporary name, then link: the target is whole or not there, and an existing one stays."""
+def _copy(source: Path, target: Path) -> None:
     if target.exists():
-        return      # the same bytes: an earlier attempt broke off
+        return      # the same bytes: an earlier attempt was cut short
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
-    shutil.copy2(source, part)
-    try:
-        os.link(part, target)
-    finally:
-        part.unlink()
+    with written_whole(target) as part:
+        shutil.copy2(source, part)
 
 
 def _remove_orphaned_sources(sources: list[Path]) -> None:
     """A source beside which no log is left has moved with them; one that other logs still need stays."""
     for source in sources:
-        if not any(path.suffix in LOG_SUFFIXES for path in source.parent.rglob("*")):
+        if not any(path.suffix in LOG_SUFFIXES and path not in sources for path in source.parent.rglob("*")):
             source.unlink()
             if not any(source.parent.iterdir()):
                 source.parent.rmdir()
@@ -138,19 +143,17 @@ def _new_record_text(record: Path) -> str:
 
 # ---- leaderboard ----------------------------------------------------------------------------------------------------
 
-def update_records(root: Path, check: bool = False) -> int:
-    """Write every generated block below `root`, or with `check` name those that would change. Returns the status."""
-    changed = []
-    for path, text in render_records(root).items():
-        if path.read_text(encoding="utf-8") != text:
-            changed.append(path)
-            if not check:
-                _write(path, text)
+def update_records(root: Path, check: bool = False) -> None:
+    """Write every generated block below `root`; with `check` raise UserError, which names those that would change."""
+    texts = render_records(root)
+    changed = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+    if check and changed:
+        raise UserError(f"{', '.join(map(str, changed))}: found out of date; run compare.py --leaderboard")
     for path in changed:
-        print(f"{'out of date' if check else 'wrote'}: {path}")
+        _write(path, texts[path])
+        print(f"wrote: {path}")
     if not changed:
         print("all up to date")
-    return 1 if check and changed else 0
 
 
 def render_records(root: Path) -> dict[Path, str]:
@@ -223,7 +226,7 @@ def _ranked_rows(rows: list[tuple[Path, dict, dict]]) -> list[list[str]]:
 
 
 def _replace_block(path: Path, name: str, text: str) -> str:
-    """The file's text with what stands between the markers of `name` replaced. Raises UserError without markers."""
+    """The file's text with all between the markers of `name` replaced. Raises UserError without markers."""
     begin, end = BEGIN.format(name), END.format(name)
     if not path.exists():
         raise UserError(f"{path}: does not exist; make it with the lines {begin} and {end}")
@@ -235,6 +238,5 @@ def _replace_block(path: Path, name: str, text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    with written_whole(path) as part:
+        part.write_text(text, encoding="utf-8")

@@ -1,8 +1,7 @@
-"""Draw a report: loss against time and against steps; differences between arms; or loss against the logarithm of a config value."""
+"""Draw a report: loss against time and steps, differences between arms, or loss against log2 of a config value."""
 from __future__ import annotations
 
 import math
-import os
 import textwrap
 from pathlib import Path
 
@@ -12,10 +11,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from arm_stats import UserError, first_reach, mean_curve
+from arm_stats import first_reach, mean_curve
 from tables import tokens_text
+from train_gpt import UserError, written_whole
 
-# Okabe and Ito's palette: told apart in every common form of colour blindness. Yellow is left out: too pale for lines.
+# Okabe and Ito's palette, distinct in every common form of colour blindness. Yellow is left out: too pale for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", ":", "-.")
 WARNING_COLOUR = "#B00020"
@@ -33,9 +33,8 @@ def plot_report(report: dict, path: Path) -> None:
         compared = [c for group in report["groups"] for c in group["comparisons"] if c["loss_difference"] is not None]
         no_curves = compared and all(len(run.steps) == 1 for run in good)
         figure = _draw_by(report) if report["by"] else _draw_differences(report) if no_curves else _draw_curves(report)
-        part = path.with_name(f".{path.name}.part")
-        figure.savefig(part, format="png", dpi=130)
-        os.replace(part, path)
+        with written_whole(path) as part:
+            figure.savefig(part, format="png", dpi=130)
 
 
 def _new_figure(width: float, height: float, panels: int, report: dict) -> tuple[Figure, np.ndarray]:
@@ -128,18 +127,21 @@ def _zoom(axes, arms: list, of_curve: int, report: dict) -> None:
         axes.set_xlim(min(starts) - 0.04 * width, max(ends) + 0.04 * width)
 
 
-# ---- differences: for runs that were evaluated at their end alone, so that there is no curve ----------------------------------------
+# ---- differences: for runs that were evaluated at their end alone, so that there is no curve ------------------------
 
 def _draw_differences(report: dict) -> Figure:
-    """Each arm's final losses minus the baseline's, seed by seed where both ran the same seeds, with mean and 95% interval."""
-    rows = [(group, comparison) for group in report["groups"] for comparison in group["comparisons"] if comparison["loss_difference"] is not None]
+    """Each arm's final losses minus the baseline's, by seed where both ran the same, with mean and 95% interval."""
+    rows = [(group, comparison) for group in report["groups"] for comparison in group["comparisons"]
+            if comparison["loss_difference"] is not None]
     figure, (axes,) = _new_figure(9, 1.2 + 0.32 * len(rows), 1, report)
     for place, (group, comparison) in enumerate(rows):
         arm, base = ([(run.seed, run.final_loss) for run in member["_runs"] if not run.failure]
-                     for name in (comparison["arm"], comparison["baseline"]) for member in group["arms"] if member["name"] == name)
+                     for name in (comparison["arm"], comparison["baseline"])
+                     for member in group["arms"] if member["name"] == name)
         paired, level = comparison["loss_by_seed"], np.mean([loss for _, loss in base])
         of_seed = dict(base) if paired else {seed: level for seed, _ in arm}
-        mean, interval = paired.get("difference", comparison["loss_difference"]), paired.get("ci95") or comparison["loss_ci95"]
+        mean = paired.get("difference", comparison["loss_difference"])
+        interval = paired.get("ci95") or comparison["loss_ci95"]
         differences = [1000 * (loss - of_seed[seed]) for seed, loss in arm if seed in of_seed]
         axes.plot(differences, [place] * len(differences), "o", color=COLOURS[0], alpha=0.5, markersize=4)
         axes.plot([1000 * mean], [place], "D", color=COLOURS[1], markersize=6, zorder=3)
@@ -148,7 +150,8 @@ def _draw_differences(report: dict) -> Figure:
     axes.axvline(0, color="0.35", linewidth=1)
     axes.set_yticks(range(len(rows)), [comparison["arm"] for _, comparison in rows])
     axes.invert_yaxis()
-    axes.set_xlabel(f"final validation loss minus that of {rows[0][1]['baseline']} [millinats/token]; dots: runs, bars: 95%")
+    axes.set_xlabel(f"final validation loss minus that of {rows[0][1]['baseline']} [millinats/token]; "
+                    f"dots: runs, bars: 95%")
     return figure
 
 

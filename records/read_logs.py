@@ -61,7 +61,7 @@ class Run:
     failure: str | None = None          # why the run does not count, or None
     repeated_step: int | None = None    # a step evaluated more than once; its last evaluation counts
     several_in_file: bool = False
-    goes_on_from: str | None = None     # the run before it, where that one's log is not at hand
+    resumed_from: str | None = None     # the run that it resumed, where that one's log is not among those read
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def resumed(self) -> dict | None:
-        """{"run_ids": [its predecessors], "step"} of a run that went on from a checkpoint."""
+        """{"run_ids": [its predecessors], "step"} of a run that resumed a checkpoint."""
         found = self.header.get("resumed")
         return found if found and found.get("run_ids") and isinstance(found.get("step"), int) else None
 
@@ -207,7 +207,7 @@ def _source_end(data: bytes, start: int) -> int:
     if not python or (result and result.start() < python.start()):
         return start
     end = max(match.end() for match in _PYTHON.finditer(data, start))
-    if data.count(b'"""', start, end) % 2:         # that line opens a string: the source goes on to its end
+    if data.count(b'"""', start, end) % 2:         # that line opens a string: the source ends with it
         closing = data.find(b'"""', end)
         return len(data) if closing < 0 else closing + 3
     return end
@@ -251,7 +251,7 @@ class _Reader:
                 self._result(match)
 
     def note_cut_step(self, data: bytes) -> None:
-        """A last line cut before its first value ('step:12', 'ste') matches no form, but tells of a killed run."""
+        """A last line cut before its first value ('step:12', 'ste') matches no form, but shows a killed run."""
         tail = data[self.cut_at:]
         if tail and not _RESULT.match(tail) and (tail.startswith((b"step:", b"s:")) or b"step:".startswith(tail)):
             self.cut = True
@@ -289,7 +289,7 @@ class _Reader:
         self.environment = []
         before = self.run
         self._begin()
-        if before is not None and not _ENVIRONMENT.search(text):     # a later run of the same session
+        if before is not None and not _ENVIRONMENT.search(text):     # a later run of the same file
             self.run.torch, self.run.device, self.run.world_size = before.torch, before.device, before.world_size
             return
         if torch := _TORCH.search(text):

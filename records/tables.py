@@ -80,8 +80,8 @@ def arm_rows(group: dict) -> list[list[str]]:
 
 def comparison_rows(group: dict) -> list[list[str]]:
     """A header and one row an arm other than the baseline."""
-    rows = [[f"minus {_label(group.get('baseline', ''), group)}", "loss [mn]", "95%", "p", "by seed", "time [s]", "95%", "p",
-             "at equal loss [s]"]]
+    rows = [[f"minus {_label(group.get('baseline', ''), group)}", "loss [mn]", "95%", "p", "by seed", "time [s]", "95%",
+             "p", "at equal loss [s]"]]
     for row in group["comparisons"]:
         equal, seeds = row["equal_loss"], row["loss_by_seed"]
         at_equal = NONE

@@ -2,7 +2,7 @@
 
     python tests/bench_step.py [--rounds 7] [trainer flags]
 
-FLOPs are those of the model in forward and backward, as train_gpt.flops_per_token counts them. They are held against two measures of what matrix multiplication allows, timed in the same rounds: the model's
+FLOPs are those of the model in forward and backward, as GPT.flops_per_token counts them. They are held against two measures of what matrix multiplication allows, timed in the same rounds: the model's
 own products alone, at their own shapes, and a 2048 x 2048 product. Medians.
 """
 from __future__ import annotations
@@ -34,7 +34,8 @@ def own_products(trainer: Trainer):
             x, grad = (torch.randn(at_once, width, dtype=dtype) for width in weight.shape[::-1])
             products += (tokens // at_once) * [(x, weight.T), (grad, weight), (grad.T, x)]
     heads = (rows * config.heads, config.seq_len)
-    q, scores = (torch.randn(*heads, width, dtype=dtype) for width in (config.model_dim // config.heads, config.seq_len))
+    q, scores = (torch.randn(*heads, width, dtype=dtype)
+                 for width in (config.model_dim // config.heads, config.seq_len))
     products += config.layers * [(q, q.mT), (scores, q), (q, q.mT), (scores, q), (scores, q), (scores, q)]
 
     def run() -> None:
@@ -46,13 +47,15 @@ def own_products(trainer: Trainer):
 
 def parts_of_a_step(trainer: Trainer) -> dict:
     """Name -> function that does this part of a step alone."""
-    table, (batches, cycle), matrix = trainer.table, trainer.prepare(0), torch.randn(2048, 2048, dtype=trainer.model.dtype)
+    table, (batches, cycle), matrix = trainer.table, trainer.prepare(0), torch.randn(2048, 2048,
+                                                                                     dtype=trainer.model.dtype)
     batch, memory = batches[0], None
     parts = {"matmul": lambda: matrix @ matrix, "own products": own_products(trainer),
              "loader (in its thread)": lambda: trainer.prepare(0)}
     if table:
         fetched = table.fetch(cycle)
-        grads, slots, reads, signs = torch.empty(sum(cycle.ask_counts), fetched.shape[1]), cycle.slots[0], cycle.reads[0], cycle.signs[0]
+        grads, slots, reads, signs = torch.empty(cycle.asked,
+                                                 fetched.shape[1]), cycle.slots[0], cycle.reads[0], cycle.signs[0]
         memory = table.read(fetched, reads, signs)
         parts |= {"table fetch": lambda: table.fetch(cycle), "table read": lambda: table.read(fetched, reads, signs),
                   "table gradient": lambda: table.add_grad(grads, slots, signs, memory, True),
@@ -62,7 +65,8 @@ def parts_of_a_step(trainer: Trainer) -> dict:
         for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
             part = None
             if memory is not None:
-                part = memory[m * tokens.numel():(m + 1) * tokens.numel()].view(*tokens.shape, -1).detach().requires_grad_()
+                part = memory[m * tokens.numel():(m + 1) * tokens.numel()].view(*tokens.shape,
+                                                                                -1).detach().requires_grad_()
             trainer.forward(tokens, starts, part, targets, **trainer.stage_inputs(0, starts)).backward()
 
     return parts | {"forward and backward": forward_and_backward,
@@ -87,7 +91,7 @@ def main() -> None:
                 times[name].append(time.perf_counter() - began)
     seconds = {name: statistics.median(t) for name, t in times.items()}
     peak, own = 2 * 2048**3 / seconds.pop("matmul"), seconds.pop("own products")
-    flops = train_gpt.flops_per_token(config, trainer.model.head.shape[0], config.stage_list[0].windows) * config.batch_tokens
+    flops = trainer.model.flops_per_token(config.stage_list[0].windows) * config.batch_tokens
     speed = flops / seconds["forward and backward"]
     total = sum(s for name, s in seconds.items() if not name.startswith("loader"))
     print(f"{config.layers} x {config.model_dim}, {config.batch_tokens:,} tokens a step, {torch.get_num_threads()} threads")

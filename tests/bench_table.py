@@ -32,16 +32,19 @@ def reads(num_rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = []
     for order in range(ORDERS):
         span = half // (TOUCHED // ORDERS)
-        unique = order * half + torch.arange(TOUCHED // ORDERS) * span + torch.randint(0, span, (TOUCHED // ORDERS,), generator=generator)
+        unique = order * half + torch.arange(TOUCHED // ORDERS) * span + torch.randint(0, span, (TOUCHED // ORDERS,),
+                                                                                       generator=generator)
         repeats = unique[torch.randint(0, len(unique), (TOKENS - len(unique),), generator=generator)]
         rows.append(torch.cat((unique, repeats))[torch.randperm(TOKENS, generator=generator)])
     return torch.stack(rows)[None], torch.randint(0, SIGNS, (1, ORDERS, TOKENS), generator=generator)
 
 
 class Ours:
-    def __init__(self, num_rows: int, dtype: str, world, kernel: bool = True):
-        config = Config(ngram_rows=num_rows, ngram_dim=DIM, model_dim=DIM, ngram_dtype=dtype, ngram_signs=SIGNS, ngram_kernel=kernel)
+    def __init__(self, num_rows: int, dtype: str, world, compiled: bool = True):
+        config = Config(ngram_rows=num_rows, ngram_dim=DIM, model_dim=DIM, ngram_dtype=dtype, ngram_signs=SIGNS)
         self.table = NgramTable(config, world)
+        if not compiled:
+            self.table.loops = None
         self.cycles = [self.table.route(*reads(num_rows, seed)) for seed in range(PLANS)]
         self.grad = torch.randn(TOKENS, DIM)
         self.phases = {}
@@ -53,7 +56,7 @@ class Ours:
         marks.append(time.perf_counter())
         table.read(fetched, cycle.reads[0], cycle.signs[0])
         marks.append(time.perf_counter())
-        grads = torch.empty(sum(cycle.ask_counts), DIM)
+        grads = torch.empty(cycle.asked, DIM)
         table.add_grad(grads, cycle.slots[0], cycle.signs[0], self.grad, fresh=True)
         marks.append(time.perf_counter())
         table.update(cycle, grads, 0.1)
@@ -68,7 +71,8 @@ class Embedding:
     def __init__(self, num_rows: int, sparse: bool):
         self.weight = torch.nn.Embedding(num_rows, DIM, sparse=sparse)
         parameters = list(self.weight.parameters())
-        self.optimizer = torch.optim.SparseAdam(parameters, lr=0.1) if sparse else torch.optim.Adam(parameters, lr=0.1, fused=True)
+        self.optimizer = torch.optim.SparseAdam(parameters, lr=0.1) if sparse else torch.optim.Adam(parameters, lr=0.1,
+                                                                                                    fused=True)
         self.pool = torch.randint(0, 2, (SIGNS, DIM)).float() * 2 - 1
         self.reads = [reads(num_rows, seed) for seed in range(PLANS)]
         self.grad = torch.randn(TOKENS, DIM)
@@ -86,7 +90,8 @@ class Fbgemm:
 
     def __init__(self, num_rows: int):
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (ComputeDevice, EmbeddingLocation, PoolingMode,
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (ComputeDevice, EmbeddingLocation,
+                                                                            PoolingMode,
                                                                             SplitTableBatchedEmbeddingBagsCodegen)
         self.tables = SplitTableBatchedEmbeddingBagsCodegen(
             [(num_rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -120,7 +125,7 @@ def main() -> None:
             "table bfloat16, small": lambda: Ours(SMALL_ROWS, "bfloat16", world),
             "table float32, record rows": lambda: Ours(RECORD_ROWS, "float32", world),
             "table float32, small": lambda: Ours(SMALL_ROWS, "float32", world),
-            "table float32, small, no kernel": lambda: Ours(SMALL_ROWS, "float32", world, kernel=False),
+            "table float32, small, not compiled": lambda: Ours(SMALL_ROWS, "float32", world, compiled=False),
             "Embedding(sparse) + SparseAdam, small": lambda: Embedding(SMALL_ROWS, sparse=True),
             "Embedding + Adam(fused), small": lambda: Embedding(SMALL_ROWS, sparse=False),
             **({"fbgemm, row-wise Adagrad, small": lambda: Fbgemm(SMALL_ROWS)} if find_spec("fbgemm_gpu") else {}),
@@ -134,7 +139,8 @@ def main() -> None:
                 contenders[name].phases.clear()
         times, shuffle = {name: [] for name in contenders}, random.Random(0)
         for i in range(args.rounds * PLANS):
-            for name in shuffle.sample(list(contenders), len(contenders)):  # nobody always runs on what another left in the caches
+            # nobody always runs on what another left in the caches
+            for name in shuffle.sample(list(contenders), len(contenders)):
                 began = time.perf_counter()
                 contenders[name].step(i)
                 times[name].append(time.perf_counter() - began)

@@ -1,8 +1,8 @@
-"""Kill a training run at random moments, go on from what is on the disk, and end where an undisturbed run ends, bit for bit.
+"""Kill a training run at random moments, resume from what is on the disk, and end where an undisturbed run ends, bit for bit.
 
     python tests/chaos.py [--kills 20] [--ranks 1] [--seed 0]
 
-Every step writes a checkpoint. Most kills wait for a random step, then for the next checkpoint to be begun, and then up to 20
+Every update cycle, of two steps, writes a checkpoint. Most kills wait for a random step, then for the next checkpoint to be begun, and then up to 20
 milliseconds; some hit a run that is only starting. All processes of the run are killed with SIGKILL. The exit status is 1 where
 anything is lost.
 """
@@ -24,13 +24,16 @@ from pathlib import Path
 import torch
 
 from conftest import ROOT, TINY, markov_tokens, write_shard
-from harness import UserError, World, check_files, read_manifest
+from train_gpt import UserError, file_entry, read_manifest
 
-ALONE = World(0, 1, 1, torch.device("cpu"), None, None)
-FLAGS = [*TINY, "--batch_tokens=512", "--ngram_update_every=2", "--val_tokens=512", "--val_every=7", "--log_every=1",
-         "--sample_tokens=0", "--warmup_steps=1", "--checkpoint_every=1"]
-
-
+FLAGS = [*TINY, "--batch_tokens=512", "--ngram_update_every=2", "--val_tokens=512", "--val_every=7", "--sample_tokens=0",
+         "--checkpoint_every=1"]
+TRAINER = f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt
+train_gpt.LOG_EVERY = 1
+train_gpt.run_command(train_gpt.main)
+"""
 LIMIT_S = 300  # for anything awaited
 
 
@@ -39,16 +42,18 @@ class Lost(Exception):
 
 
 class Attempt:
-    """The trainer as a user starts it: on the latest checkpoint that lies in `out`, or from the start where there is none."""
+    """The trainer as a user starts it, but with a line for every step: on the latest checkpoint that lies in `out`, or from the
+    start where there is none."""
 
     def __init__(self, data: Path, out: Path, steps: int, ranks: int):
         launch = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         flags = [*FLAGS, f"--data={data}", f"--out={out}", f"--steps={steps}"]
         if (out / "checkpoints/latest").exists():
             flags.append("--resume=latest")
-        self.screen = data / "screen.txt"
+        self.screen, script = data / "screen.txt", data / "trainer.py"
+        script.write_text(TRAINER)
         with open(self.screen, "w") as screen:
-            self.process = subprocess.Popen([sys.executable, *launch, str(ROOT / "train_gpt.py"), *flags], stdout=screen, stderr=screen,
+            self.process = subprocess.Popen([sys.executable, *launch, str(script), *flags], stdout=screen, stderr=screen,
                                             env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     @property
@@ -107,7 +112,7 @@ def values(text: str) -> dict[tuple[str, str], str]:
 
 
 def half_written(out: Path) -> set[str]:
-    return {path.name for path in out.glob("checkpoints/.*")}
+    return {path.name for path in out.glob("checkpoints/.*.part")}
 
 
 def inspect(out: Path) -> tuple[int, list[str]]:
@@ -115,9 +120,12 @@ def inspect(out: Path) -> tuple[int, list[str]]:
     folder, latest = out / "checkpoints", 0
     for path in folder.glob("[!.]*_step*"):
         try:
-            check_files(path, read_manifest(path), ALONE)
+            files = {"manifest.json": None} | read_manifest(path)["files"]
         except UserError as error:
             raise Lost(f"a checkpoint that is not whole: {error}") from None
+        found = {part.name: file_entry(part) for part in path.iterdir()}
+        if found | {"manifest.json": None} != files:
+            raise Lost(f"a checkpoint that is not whole: {path} has {found}, its manifest {files}")
     if (folder / "latest").exists():
         named = folder / (folder / "latest").read_text()
         if not named.is_dir():
@@ -127,18 +135,14 @@ def inspect(out: Path) -> tuple[int, list[str]]:
 
 
 def final_tensors(out: Path) -> dict[str, torch.Tensor]:
-    """What the last checkpoint holds, by file and name.
-
-    Left out is the state of torch's own generator, which nothing draws from: each process begins with one at random.
-    """
+    """What the last checkpoint holds, by file and name."""
     folder = out / "checkpoints" / (out / "checkpoints/latest").read_text()
 
     def flat(name: str, value) -> dict:
         parts = value.items() if isinstance(value, dict) else ()
         return dict(item for key, part in parts for item in flat(f"{name} {key}", part).items()) or {name: value}
 
-    tensors = flat("", {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.pt")})
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith("random_state")}
+    return flat("", {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.pt")})
 
 
 def final_loss(shown: str) -> str:
@@ -147,16 +151,14 @@ def final_loss(shown: str) -> str:
 
 
 def compare(out: Path, undisturbed: Path, shown: str, expected: str) -> int:
-    """Raise Lost unless both runs end alike, and nothing of the run's own is left behind. Returns how many tensors were compared."""
+    """Raise Lost unless both runs end alike, and nothing half-written is left behind. Returns how many tensors were compared."""
     if not final_loss(shown) == final_loss(expected) != "":
         raise Lost(f"the final loss, which is {final_loss(shown) or 'not there'}; undisturbed it was {final_loss(expected)}")
     mine, others = final_tensors(out), final_tensors(undisturbed)
     if mine.keys() != others.keys() or not all(torch.equal(mine[name], others[name]) for name in mine):
         raise Lost("the final tensors, which differ from those of the undisturbed run")
-    folder = out / "checkpoints"
-    for run_id in read_manifest(folder / (folder / "latest").read_text())["run_ids"]:
-        if left := list(folder.glob(f".{run_id}_step*")):
-            raise Lost(f"room on the disk: nobody swept {left}")
+    if left := half_written(out):
+        raise Lost(f"room on the disk: nobody swept {left}")
     return len(mine)
 
 
@@ -193,22 +195,21 @@ def chaos(folder: Path, kills: int, ranks: int, shuffle: random.Random) -> None:
         shown = attempt.shown
         reached, left = inspect(out)
         if resumed_at and not early and f"_step{resumed_at:06d} at step {resumed_at}\n" not in shown:
-            raise Lost(f"the checkpoint of step {resumed_at}: it was there, but the run did not go on from it")
+            raise Lost(f"the checkpoint of step {resumed_at}: it was there, but the run did not resume it")
         if reached < resumed_at:
             raise Lost(f"the checkpoint of step {resumed_at}: the latest is now of step {reached}")
         if wrong := {key: loss for key, loss in values(shown).items() if reference[key] != loss}:
             raise Lost(f"the losses {wrong}, which differ from those of the undisturbed run")
-        tally.update(early=early, resumed=resumed_at > 0, interrupted=bool(set(left) - seen_left),
-                     swept=len(seen_left - set(left)))
+        tally.update(early=early, resumed=resumed_at > 0, interrupted=bool(set(left) - seen_left))
         seen_left = set(left)
         print(f"{number + 1:3} from step {resumed_at:3}: {what}; latest checkpoint: step {reached}"
               + (f"; left: {', '.join(left)}" if left else ""), flush=True)
     tensors = compare(out, folder / "undisturbed", shown, expected)
     whole = len(list(out.glob("checkpoints/[!.]*_step*")))
     print(f"{kills} kills, {tally['early']} of them some time after a start and the others after steps {killed_after}; "
-          f"{tally['interrupted']} left something half-written; {tally['resumed']} resumes; {tally['swept']} leftovers swept, "
-          f"{len(left)} not; {whole} whole checkpoints at the end; final loss {final_loss(shown)}; all {len(reference)} losses on the way "
-          f"and all {tensors} tensors of the last checkpoint are equal bit for bit")
+          f"{tally['interrupted']} left something half-written, all of it swept; {tally['resumed']} resumes; {whole} whole checkpoints "
+          f"at the end; final loss {final_loss(shown)}; all {len(reference)} losses on the way and all {tensors} tensors of the last "
+          f"checkpoint are equal bit for bit")
 
 
 def main(argv: list[str] | None = None) -> int:

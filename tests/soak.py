@@ -20,7 +20,6 @@ import numpy as np
 
 from conftest import ROOT, TINY, markov_tokens, write_shard
 
-SAMPLE_EVERY = 10  # steps
 LARGEST_SLOPE = 2000  # KiB per 1,000 steps over the second half
 
 
@@ -28,7 +27,7 @@ def start(folder: Path, steps: int, ranks: int, more: list[str]) -> subprocess.P
     """torchrun with a run of `steps` on shards made in `folder`, and more flags."""
     write_shard(folder / "soak_train_1.bin", markov_tokens(200_000, 2))
     write_shard(folder / "soak_val_1.bin", markov_tokens(5_000, 3))
-    flags = [*TINY, f"--steps={steps}", "--batch_tokens=512", f"--data={folder}", f"--out={folder}", f"--log_every={SAMPLE_EVERY}",
+    flags = [*TINY, f"--steps={steps}", "--batch_tokens=512", f"--data={folder}", f"--out={folder}",
              f"--epochs={steps * 512 // 199_000 + 1}", "--val_every=50", "--checkpoint_every=100", "--target_loss=0.1", *more]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.Popen([*launch, str(ROOT / "train_gpt.py"), *flags], stdout=subprocess.PIPE, text=True,

@@ -7,8 +7,10 @@ import io
 import json
 import math
 import os
-import re
 import random
+import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,18 +19,19 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "records"))
+from conftest import ROOT, TINY
 
-import arm_stats      # noqa: E402
-import arms           # noqa: E402
-import compare        # noqa: E402
-import leaderboard    # noqa: E402
-from arm_stats import UserError, build_report, collect    # noqa: E402
-from read_logs import LogError, read_log                  # noqa: E402
+sys.path.insert(0, str(ROOT / "records"))
+import arm_stats
+import arms
+import compare
+import leaderboard
+from arm_stats import build_report, collect
+from read_logs import LogError, read_log
+from train_gpt import UserError
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
-PEER_LOGS = ROOT.parent / "shared" / "peer_logs"
+FIELD_LOGS = Path(os.environ.get("FIELD_LOGS", "no such folder"))     # logs of the speedrun's records, where at hand
 SOURCE = b"# the source of a run\n"
 SOURCE_SHA256 = hashlib.sha256(SOURCE).hexdigest()
 
@@ -268,12 +271,13 @@ def test_same_run_in_two_files_counts_once(tmp_path):
     assert "counted once" in compare.to_text(report)
 
 
-def part(folder: Path, run_id: str, steps: list[int], after: list[str] = (), at: int = 0, seed: int = 1, ms: int = 100, **more) -> None:
+def part(folder: Path, run_id: str, steps: list[int], after: list[str] = (), at: int = 0, seed: int = 1, ms: int = 100,
+         **more) -> None:
     head = header(seed, run_id=run_id, **({"resumed": {"run_ids": list(after), "step": at}} if after else {}), **more)
     (folder / f"{run_id}.txt").write_text(own_log([(step, 8 - step / 40, ms * step) for step in steps], head=head))
 
 
-def test_a_run_and_its_continuations_are_one_run(tmp_path):
+def test_a_run_and_those_that_resumed_it_are_one_run(tmp_path):
     """Stopped at 120 with a checkpoint of 110, again at 170, finished; beside a run that was stopped for good."""
     part(tmp_path, "z_first", [0, 50, 100, 120])
     part(tmp_path, "m_second", [120, 150, 160], ["z_first"], at=110)
@@ -288,8 +292,8 @@ def test_a_run_and_its_continuations_are_one_run(tmp_path):
         "z_first.txt": "m_second.txt", "m_second.txt": "a_third.txt"}
 
 
-def test_an_abandoned_branch_lends_nothing(tmp_path):
-    """k2 went on from k1 and was killed, k3 went on from a later checkpoint of k1, on other hardware, and finished."""
+def test_a_resumed_run_that_was_given_up_adds_nothing(tmp_path):
+    """k2 resumed k1 and was killed; k3 resumed a later checkpoint of k1, on other hardware, and finished."""
     part(tmp_path, "k1", [0, 50, 100, 150])
     part(tmp_path, "k2", [60, 110, 160], ["k1"], at=55, ms=90)
     part(tmp_path, "k3", [200], ["k1"], at=120, world_size=2)
@@ -297,7 +301,8 @@ def test_an_abandoned_branch_lends_nothing(tmp_path):
     runs = {run.path.stem: run for run in collect([str(tmp_path)]).arms[tmp_path.name]}
     assert runs.keys() == {"k2", "k3"} and runs["k3"].failure is None and "stopped" in runs["k2"].failure
     assert curve_of(runs["k3"]) == [(step, 8 - step / 40, 100 * step) for step in (0, 50, 100, 200)]
-    assert runs["k3"].world_size == "1, then 2" and [Path(row["path"]).name for row in report["duplicates"]] == ["k1.txt"]
+    assert runs["k3"].world_size == "1, then 2"
+    assert [Path(row["path"]).name for row in report["duplicates"]] == ["k1.txt"]
 
 
 def test_a_folder_of_checkpoints_holds_no_logs(tmp_path):
@@ -308,26 +313,29 @@ def test_a_folder_of_checkpoints_holds_no_logs(tmp_path):
     assert report_of(tmp_path)["skipped"] == []
 
 
-def test_what_was_there_before_anybody_looked_has_no_time_at_equal_loss(tmp_path):
+def test_a_loss_reached_before_the_first_evaluation_has_no_time(tmp_path):
     for arm, loss in (("a", 3.4), ("b", 3.5)):
         (tmp_path / arm).mkdir()
         for seed in (1, 2):
-            (tmp_path / arm / f"{seed}.txt").write_text(own_log([(200, loss + seed / 100, 20_000 + seed)], head=header(seed)))
+            log = own_log([(200, loss + seed / 100, 20_000 + seed)], head=header(seed))
+            (tmp_path / arm / f"{seed}.txt").write_text(log)
     (comparison,) = report_of(tmp_path / "a", tmp_path / "b")["groups"][0]["comparisons"]
     assert comparison["equal_loss"] is None and comparison["loss_difference"] == pytest.approx(0.1)
 
 
-def test_going_on_from_a_finished_run_makes_no_second_sample(tmp_path):
+def test_resuming_a_finished_run_makes_no_second_sample(tmp_path):
     part(tmp_path, "whole", [0, 100, 200])
     part(tmp_path, "again", [150, 200], ["whole"], at=120)
     part(tmp_path, "orphan", [150, 200], ["gone"], at=120, seed=3)
     part(tmp_path, "once_more", [190, 200], ["whole", "again"], at=180)
     report = report_of(tmp_path)
-    assert only_arm(report)["n"] == 2 and "orphan.txt goes on from gone at step 120, whose log is not here" in only_arm(report)["notes"]
-    assert [(Path(row["path"]).name, Path(row["same_as"]).name) for row in report["duplicates"]] == [("again.txt", "whole.txt"), ("once_more.txt", "whole.txt")]
+    assert only_arm(report)["n"] == 2
+    assert "orphan.txt resumed gone at step 120, whose log is not here" in only_arm(report)["notes"]
+    assert [(Path(row["path"]).name, Path(row["same_as"]).name) for row in report["duplicates"]] == [
+        ("again.txt", "whole.txt"), ("once_more.txt", "whole.txt")]
 
 
-def test_a_cut_copy_gives_way_to_the_whole_run(tmp_path):
+def test_a_whole_run_counts_in_place_of_its_cut_copy(tmp_path):
     write_runs(tmp_path / "arm", [3.44])
     whole = (tmp_path / "arm" / "arm1.txt").read_text()
     (tmp_path / "arm" / "a_cut.txt").write_text(whole[:whole.rindex("step:200")])
@@ -335,7 +343,7 @@ def test_a_cut_copy_gives_way_to_the_whole_run(tmp_path):
     assert (arm["n"], arm["failed"], arm["loss_mean"]) == (1, [], 3.44)
 
 
-def test_a_file_named_in_two_arms_counts_in_the_first_and_is_said(tmp_path):
+def test_a_file_named_in_two_arms_counts_in_the_first_and_is_noted(tmp_path):
     write_runs(tmp_path / "a", [3.44, 3.43])
     report = report_of(tmp_path / "a", tmp_path / "a" / "a2.txt")
     assert only_arm(report)["n"] == 2
@@ -414,11 +422,14 @@ def test_losses_are_paired_by_seed(tmp_path):
     differences = [3.40 - 3.41, 3.51 - 3.52, 3.431 - 3.44]
     error, paired = np.std(differences, ddof=1) / math.sqrt(3), row["loss_by_seed"]
     assert paired["n"] == 3 and paired["difference"] == pytest.approx(np.mean(differences))
-    assert paired["p"] == pytest.approx(2 * student_cdf(-abs(np.mean(differences)) / error, 2), rel=1e-6) and paired["p"] < 0.01 < row["loss_p"]
-    assert paired["ci95"] == pytest.approx([np.mean(differences) + sign * stats.t.ppf(0.975, 2) * error for sign in (-1, 1)])
+    assert paired["p"] == pytest.approx(2 * student_cdf(-abs(np.mean(differences)) / error, 2), rel=1e-6)
+    assert paired["p"] < 0.01 < row["loss_p"]
+    half = stats.t.ppf(0.975, 2) * error
+    assert paired["ci95"] == pytest.approx([np.mean(differences) - half, np.mean(differences) + half])
     write_runs(tmp_path / "apart", [3.4, 3.5], first_seed=8)
     write_runs(tmp_path / "twice", [3.4])
-    (tmp_path / "twice" / "again.txt").write_text(own_log([(0, 8.3, 0), (200, 3.5, 9e3)], head=header(1, run_id="again")))
+    again = own_log([(0, 8.3, 0), (200, 3.5, 9e3)], head=header(1, run_id="again"))
+    (tmp_path / "twice" / "again.txt").write_text(again)
     for other in ("apart", "twice"):
         assert report_of(tmp_path / "base", tmp_path / other)["groups"][0]["comparisons"][0]["loss_by_seed"] == {}
 
@@ -466,7 +477,7 @@ def test_equal_seeds_are_no_sample(tmp_path):
     assert report["groups"][0]["comparisons"][0]["loss_p"] is None
 
 
-def test_unknown_seeds_are_said():
+def test_unknown_seeds_are_noted():
     assert any("seeds unknown" in note for note in only_arm(report_of(LOGS / "many_runs.txt"))["notes"])
 
 
@@ -492,7 +503,7 @@ def test_steps_chosen_after_the_fact_are_visible(tmp_path):
     assert any(note.startswith("2 of 2 ended before TOTAL: 60 of 100, 80 of 100") for note in notes)
 
 
-def test_differing_configs_are_said(tmp_path):
+def test_differing_configs_are_noted(tmp_path):
     write_runs(tmp_path / "a", [3.44, 3.43])
     write_runs(tmp_path / "b", [3.42, 3.41], ngram_rows=0)
     write_runs(tmp_path / "c", [3.42], ngram_rows=0)
@@ -529,7 +540,7 @@ def test_by_fits_a_line_against_the_logarithm(tmp_path):
 # ---- outputs --------------------------------------------------------------------------------------------------------
 
 def test_text_fits_the_terminal(tmp_path):
-    write_sweep(tmp_path / "a_long_name_of_an_arm_that_goes_on_and_on")
+    write_sweep(tmp_path / "a_long_name_of_an_arm_that_is_longer_than_its_column")
     for report in (report_of(LOGS), report_of(LOGS, mix=True, target=3.28), report_of(tmp_path),
                    report_of(tmp_path, by=["ngram_rows", "ngram_signs"])):
         assert max(map(len, compare.to_text(report).splitlines())) <= 120
@@ -537,18 +548,18 @@ def test_text_fits_the_terminal(tmp_path):
 
 def test_outputs_agree(capsys):
     paths = [str(LOGS / "own" / arm) for arm in ("no_table", "table")]
-    assert compare.main([*paths, "--json"]) == 0
+    compare.main([*paths, "--json"])
     report = json.loads(capsys.readouterr().out)
     arms_in_json = report["groups"][0]["arms"]
     counts = [(arm["name"], arm["n"], len(arm["failed"])) for arm in arms_in_json]
     assert counts == [("no_table", 3, 0), ("table", 3, 2)]
     assert arms_in_json[1]["loss_mean"] == pytest.approx((3.4412 + 3.4398 + 3.4437) / 3)
-    assert compare.main([*paths, "--csv"]) == 0
+    compare.main([*paths, "--csv"])
     rows = list(csv.DictReader(line for line in io.StringIO(capsys.readouterr().out) if not line.startswith("#")))
     assert [float(row["loss_mean"]) for row in rows] == [arm["loss_mean"] for arm in arms_in_json]
     assert float(rows[1]["loss_p"]) == report["groups"][0]["comparisons"][0]["loss_p"]
     for output in ("--markdown", None):
-        assert compare.main([*paths, *([output] if output else [])]) == 0
+        compare.main([*paths, *([output] if output else [])])
         text = capsys.readouterr().out
         assert all(value in text for value in ("3.44157", "3.56107", "84.0533", "-119.50", "table_seed4.txt"))
 
@@ -556,11 +567,11 @@ def test_outputs_agree(capsys):
 def test_baseline_by_path_and_by_name(capsys):
     paths = [str(LOGS / "own" / arm) for arm in ("no_table", "table")]
     for baseline in ("table", paths[1]):
-        assert compare.main([*paths, "--baseline", baseline, "--json"]) == 0
+        compare.main([*paths, "--baseline", baseline, "--json"])
         (row,) = json.loads(capsys.readouterr().out)["groups"][0]["comparisons"]
         assert (row["arm"], row["baseline"]) == ("no_table", "table")
-    assert compare.main([*paths, "--baseline", "tabel"]) == 1
-    assert "tabel" in capsys.readouterr().err
+    with pytest.raises(UserError, match="--baseline tabel: .* expected one of: no_table, table"):
+        compare.main([*paths, "--baseline", "tabel"])
 
 
 @pytest.mark.parametrize("arguments", [[], ["--check", "x"], ["x", "--leaderboard"], ["x", "--unknown"],
@@ -571,10 +582,16 @@ def test_bad_arguments(arguments):
     assert stop.value.code == 2
 
 
-def test_starts_without_torch_and_matplotlib():
-    code = "import compare, sys; print([name for name in ('torch', 'matplotlib', 'train_gpt') if name in sys.modules])"
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "records", capture_output=True, check=True).stdout
-    assert shown.strip() == b"[]"
+@pytest.mark.parametrize("arguments, message", [
+    (["compare.py", "nowhere"], "error: nowhere: no such file"),
+    (["arms.py", "--out=x", "--arm=a"], "error: --arm a: expected")])
+def test_a_command_line_reports_an_error_in_one_line(arguments, message, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "records" / arguments[0]), run_name="__main__")
+    shown = capfd.readouterr()
+    assert (stop.value.code, shown.out) == (1, "") and shown.err.strip().startswith(message)
+    assert len(shown.err.strip().splitlines()) == 1
 
 
 def read_image(path: Path) -> np.ndarray:
@@ -595,7 +612,7 @@ def test_plots_are_images(arguments, colours, tmp_path, capsys):
     from plots import COLOURS
     write_sweep(tmp_path / "sweep")
     arguments = [str(tmp_path / "sweep") if word == "SWEEP" else word for word in arguments]
-    assert compare.main([*arguments, "--plot", str(tmp_path / "plot.png")]) == 0
+    compare.main([*arguments, "--plot", str(tmp_path / "plot.png")])
     image = read_image(tmp_path / "plot.png")
     assert 600 <= image.shape[0] <= 1200 and 900 <= image.shape[1] <= 2000
     assert 0.7 < image[..., :3].mean() < 0.999
@@ -611,7 +628,8 @@ def test_runs_evaluated_at_their_end_alone_are_drawn_as_differences(shared_seeds
     for arm, values in losses.items():
         (tmp_path / arm).mkdir()
         for i, loss in enumerate(values):
-            head = header(1 if shared_seeds == "repeated" else i + 10 * (arm == "idea" and shared_seeds == "different"))
+            own_seed = i + 10 * (arm == "idea" and shared_seeds == "different")
+            head = header(1 if shared_seeds == "repeated" else own_seed)
             (tmp_path / arm / f"{i}.txt").write_text(own_log([(200, loss, 20_000 + i)], head=head))
     report = report_of(tmp_path / "baseline", tmp_path / "idea")
     (axes,) = _draw_differences(report).axes
@@ -621,24 +639,24 @@ def test_runs_evaluated_at_their_end_alone_are_drawn_as_differences(shared_seeds
     if shared_seeds == "repeated":  # no sample, hence no interval: the line at 0 comes next
         assert list(interval) == [0, 0]
         return
-    test = stats.ttest_1samp(expected, 0) if shared_seeds == "shared" else stats.ttest_ind(losses["idea"], losses["baseline"], equal_var=False)
-    scale = 1 if shared_seeds == "shared" else 1000
+    welch = stats.ttest_ind(losses["idea"], losses["baseline"], equal_var=False)
+    test, scale = (stats.ttest_1samp(expected, 0), 1) if shared_seeds == "shared" else (welch, 1000)
     assert list(interval) == pytest.approx([scale * end for end in test.confidence_interval(0.95)])
     assert [label.get_text() for label in axes.get_yticklabels()] == ["idea"]
     plot_report(report, tmp_path / "plot.png")
     assert read_image(tmp_path / "plot.png").shape[0] < 300  # differences, not curves
 
 
-def test_plot_refuses_what_it_cannot_draw(tmp_path, capsys):
-    assert compare.main([str(LOGS / "own"), "--plot", str(tmp_path / "a.jpg")]) == 1
-    assert compare.main([str(LOGS / "own"), "--plot", str(tmp_path / "no" / "a.png")]) == 1
-    assert compare.main([str(LOGS / "killed.txt"), "--plot", str(tmp_path / "a.png")]) == 1
+def test_plot_refuses_what_it_cannot_draw(tmp_path):
     for arm in "bc":
         (tmp_path / arm).mkdir()
         part(tmp_path / arm, arm, [100])
-    assert compare.main([str(tmp_path / "b"), str(tmp_path / "c"), "--plot", str(tmp_path / "a.png")]) == 1
-    errors = capsys.readouterr().err
-    assert "expected .png" in errors and "does not exist" in errors and errors.count("no finished run") == 2
+    for paths, plot, message in [
+            ([LOGS / "own"], "a.jpg", "expected .png"), ([LOGS / "own"], "no/a.png", "does not exist"),
+            ([LOGS / "killed.txt"], "a.png", "no finished run"),
+            ([tmp_path / "b", tmp_path / "c"], "a.png", "no finished run")]:
+        with pytest.raises(UserError, match=message):
+            compare.main([*map(str, paths), "--plot", str(tmp_path / plot)])
     assert not list(tmp_path.glob("*.png")) and not list(tmp_path.glob(".*"))
 
 
@@ -658,19 +676,20 @@ def test_records_of_this_repository_are_up_to_date():
         assert path.read_bytes() == text.encode(), f"{path} is out of date: run compare.py --leaderboard"
 
 
-def test_archive_and_leaderboard(records, tmp_path, capsys):
+def test_archive_and_leaderboard(records, tmp_path):
     write_runs(tmp_path / "logs" / "baseline", [3.441, 3.443, 3.442], 20_000)
     write_runs(tmp_path / "logs" / "idea", [3.44, 3.443, 3.441], 18_000, ngram_rows=9)
     write_runs(tmp_path / "logs" / "worse", [3.45, 3.46, 3.44], 9_000, ngram_rows=0)
     command = ["--records", str(records)]
-    assert compare.main([*command, "--archive", "my_idea", str(tmp_path / "logs")]) == 0
+    compare.main([*command, "--archive", "my_idea", str(tmp_path / "logs")])
     record = records / "cpu" / "2026-10-05_my_idea"
     assert len(list(record.glob("*/*.txt"))) == 9
-    assert (record / f"train_gpt_{SOURCE_SHA256[:16]}.py").read_bytes() == SOURCE
+    assert (record / "train_gpt.txt").read_bytes() == SOURCE and not list(record.rglob("*.py"))
     assert not list(tmp_path.glob("logs/*/*"))
-    assert compare.main([*command, "--leaderboard", "--check"]) == 1
-    assert compare.main([*command, "--leaderboard"]) == 0
-    assert compare.main([*command, "--leaderboard", "--check"]) == 0
+    with pytest.raises(UserError, match="README.md: found out of date"):
+        compare.main([*command, "--leaderboard", "--check"])
+    compare.main([*command, "--leaderboard"])
+    compare.main([*command, "--leaderboard", "--check"])
     board = (records / "README.md").read_text()
     assert board.startswith("# Rules\n") and board.endswith("\nafter\n") and "stale" not in board
     ranks = [[cell.strip() for cell in line.split("|")[2:4]] for line in board.splitlines() if "my_idea" in line]
@@ -678,20 +697,23 @@ def test_archive_and_leaderboard(records, tmp_path, capsys):
     assert "### fineweb\n\nNo records yet." in board
     statistics = (record / "README.md").read_text()
     assert "minus baseline" in statistics and "3.44133" in statistics and str(tmp_path) not in statistics
+    assert "train_gpt.txt" not in statistics
     for path, text in leaderboard.render_records(records).items():
         assert path.read_bytes() == text.encode()
     (record / "idea" / "idea1.txt").unlink()
-    assert compare.main([*command, "--leaderboard", "--check"]) == 1
+    with pytest.raises(UserError, match="found out of date"):
+        compare.main([*command, "--leaderboard", "--check"])
 
 
-def test_a_study_has_statistics_and_stands_on_no_leaderboard(records, tmp_path, capsys):
+def test_a_study_has_statistics_and_stands_on_no_leaderboard(records, tmp_path):
     write_runs(tmp_path / "logs" / "baseline", [3.441, 3.443], 20_000)
     write_runs(tmp_path / "logs" / "part", [3.43, 3.44], 18_000, ngram_rows=9)
     command = ["--records", str(records)]
-    assert compare.main([*command, "--archive", "parts", "--track", "studies", str(tmp_path / "logs")]) == 0
-    assert compare.main([*command, "--leaderboard"]) == 0
+    compare.main([*command, "--archive", "parts", "--track", "studies", str(tmp_path / "logs")])
+    compare.main([*command, "--leaderboard"])
     board = (records / "README.md").read_text()
-    assert board.count("_parts") == 2 and re.search(r"### studies\n\n- \[[-0-9]+_parts\]\(studies/[-0-9]+_parts/README\.md\)\n", board)
+    assert board.count("_parts") == 2
+    assert re.search(r"### studies\n\n- \[[-0-9]+_parts\]\(studies/[-0-9]+_parts/README\.md\)\n", board)
     (record,) = (records / "studies").iterdir()
     assert "minus baseline" in (record / "README.md").read_text()
 
@@ -700,68 +722,136 @@ def test_a_study_without_runs_is_linked_and_left_alone(records):
     study = records / "studies" / "2026-10-05_by_script"
     study.mkdir(parents=True)
     (study / "README.md").write_text("# No statistics here\n")
-    assert compare.main(["--records", str(records), "--leaderboard"]) == 0
+    compare.main(["--records", str(records), "--leaderboard"])
     assert "- [2026-10-05_by_script](studies/2026-10-05_by_script/README.md)\n" in (records / "README.md").read_text()
     assert (study / "README.md").read_text() == "# No statistics here\n"
 
 
-def test_archive_adds_to_a_record_and_never_overwrites(records, tmp_path, capsys):
+def test_archive_adds_to_a_record_and_never_overwrites(records, tmp_path):
     command = ["--records", str(records), "--archive", "x"]
     write_runs(tmp_path / "a", [3.44])
-    assert compare.main([*command, str(tmp_path / "a" / "a1.txt"), "--arm", "one"]) == 0
+    compare.main([*command, str(tmp_path / "a" / "a1.txt"), "--arm", "one"])
     write_runs(tmp_path / "a", [3.42], date="2026-11-01T00:00:00")
-    assert compare.main([*command, str(tmp_path / "a"), "--arm", "one"]) == 1
-    assert "not overwritten" in capsys.readouterr().err
+    with pytest.raises(UserError, match="does not overwrite"):
+        compare.main([*command, str(tmp_path / "a"), "--arm", "one"])
     assert read_log(records / "cpu" / "2026-10-05_x" / "one" / "a1.txt")[0].final_loss == 3.44
     assert (tmp_path / "a" / "a1.txt").exists()
-    assert compare.main([*command, str(tmp_path / "a"), "--arm", "two"]) == 0
+    compare.main([*command, str(tmp_path / "a"), "--arm", "two"])
     assert read_log(records / "cpu" / "2026-10-05_x" / "two" / "a1.txt")[0].final_loss == 3.42
 
 
-def test_archive_keeps_every_source_of_a_run(records, tmp_path, capsys):
+def test_archive_keeps_every_source_of_a_run(records, tmp_path):
     more, folder = b"// a kernel\n", tmp_path / "logs" / "a"
     digest = hashlib.sha256(more).hexdigest()
     write_runs(folder, [3.44, 3.43], sources={"train_gpt.py": SOURCE_SHA256, "table_kernel.cpp": digest})
     command = ["--records", str(records), "--archive", "x", str(folder)]
-    assert compare.main(command) == 1 and f"table_kernel_{digest[:16]}.cpp lies neither" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"found no source table_kernel_{digest[:16]}.cpp"):
+        compare.main(command)
     (folder / f"table_kernel_{digest[:16]}.cpp").write_bytes(more)
-    assert compare.main(command) == 0
+    compare.main(command)
     (record,) = records.glob("cpu/*_x")
-    assert (record / f"table_kernel_{digest[:16]}.cpp").read_bytes() == more
-    assert (record / f"train_gpt_{SOURCE_SHA256[:16]}.py").read_bytes() == SOURCE and not folder.exists()
+    assert {path.name: path.read_bytes() for path in record.glob("*.txt")} == {
+        "table_kernel.txt": more, "train_gpt.txt": SOURCE}
+    assert not folder.exists()
 
 
-def test_archive_moves_nothing_when_it_refuses(records, tmp_path, capsys):
+def test_archive_finds_sources_in_both_forms_and_keeps_two_trainers(records, tmp_path):
+    """A variant's run and one of another trainer; then a further run whose source is in the record alone."""
+    variant, other = b"# a variant\n", b"# another trainer\n"
+    sha256 = {content: hashlib.sha256(content).hexdigest() for content in (variant, other)}
+    folder, second = tmp_path / "logs", f"train_gpt_{sha256[other][:16]}.txt"
+    write_runs(folder / "a", [3.44], sources={"train_gpt.py": SOURCE_SHA256, "engram.py": sha256[variant]})
+    (folder / "a" / f"train_gpt_{SOURCE_SHA256[:16]}.py").rename(folder / "train_gpt.txt")     # as a record keeps it
+    (folder / f"engram_{sha256[variant][:16]}.py").write_bytes(variant)
+    write_runs(folder / "b", [3.43], sources={"train_gpt.py": sha256[other]})
+    (folder / "b" / f"train_gpt_{SOURCE_SHA256[:16]}.py").unlink()
+    (folder / "b" / f"train_gpt_{sha256[other][:16]}.py").write_bytes(other)
+    command = ["--records", str(records), "--archive", "x"]
+    compare.main([*command, str(folder)])
+    (record,) = records.glob("cpu/*_x")
+    kept = {"train_gpt.txt": SOURCE, "engram.txt": variant, second: other}
+    assert {path.name: path.read_bytes() for path in record.glob("*.*") if path.name != "README.md"} == kept
+    assert sorted(path.name for path in record.glob("*/*")) == ["a1.txt", "b1.txt"]
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+    write_runs(folder / "c", [3.45], first_seed=2, sources={"train_gpt.py": sha256[other]})
+    (folder / "c" / f"train_gpt_{SOURCE_SHA256[:16]}.py").unlink()
+    compare.main([*command, str(folder)])
+    assert len(list(record.glob("*.txt"))) == 3 and (record / "c" / "c2.txt").exists()
+
+
+def test_sources_kept_as_text_are_no_logs(tmp_path):
+    """Beside the logs and above them, even where one reads like a log; any other text is named as skipped."""
+    source = own_log([(0, 8.3, 0), (200, 3.1, 9_000)]).partition("\n")[2].encode()     # step: lines without a header
+    write_runs(tmp_path / "record" / "arm", [3.44, 3.43], sources={"train_gpt.py": hashlib.sha256(source).hexdigest()})
+    write_runs(tmp_path / "record" / "other", [3.42, 3.41])
+    for place in ("record/train_gpt.txt", "record/arm/train_gpt.txt"):
+        (tmp_path / place).write_bytes(source)
+    (tmp_path / "record" / "harness.txt").write_bytes(SOURCE)
+    (tmp_path / "record" / "notes.txt").write_text("nothing of use\n")
+    report = report_of(tmp_path / "record")
+    assert [Path(row["path"]).name for row in report["skipped"]] == ["notes.txt"] and report["duplicates"] == []
+    counts = [(arm["name"], arm["n"]) for group in report["groups"] for arm in group["arms"]]
+    assert counts == [("arm", 2), ("other", 2)]
+
+
+def test_every_source_of_this_repositorys_runs_is_kept_unchanged():
+    for record in (path.parent for path in ROOT.glob("records/*/*/train_gpt.txt")):
+        kept = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in record.glob("*.txt")}
+        runs = [run for runs in collect([str(record)]).arms.values() for run in runs]
+        assert runs and {item for run in runs for item in run.sources.items()} >= {
+            (name, kept[Path(name).stem]) for run in runs for name in run.sources}, record
+
+
+def test_a_records_source_runs(tiny_data, tmp_path):
+    """The newest record's, copied to the names that its log lists."""
+    logs = [run for path in ROOT.glob("records/*/*/*/*.txt") for run in read_log(path) if run.header]
+    newest = max((run for run in logs if run.path.parents[2].name != "studies"), key=lambda run: run.header["date"])
+    for name in newest.sources:
+        shutil.copy(newest.path.parents[1] / f"{Path(name).stem}.txt", tmp_path / name)
+    flags = [*TINY, "--steps=2", f"--data={tiny_data}", f"--out={tmp_path / 'logs'}"]
+    done = subprocess.run([sys.executable, tmp_path / "train_gpt.py", *flags], capture_output=True, text=True,
+                          timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    (run,) = (run for path in (tmp_path / "logs").glob("*.txt") for run in read_log(path))
+    assert run.failure is None and run.final_step == 2 and run.sources == newest.sources
+
+
+def test_archive_moves_nothing_when_it_refuses(records, tmp_path):
     write_runs(tmp_path / "a", [3.44, 3.43])
     source = tmp_path / "a" / f"train_gpt_{SOURCE_SHA256[:16]}.py"
     source.write_bytes(b"changed")
     command = ["--records", str(records), "--archive"]
-    for name in ("x", "2026-10-10_x", "a/b"):
-        assert compare.main([*command, name, str(tmp_path / "a")]) == 1
+
+    def refuses(name: str, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            compare.main([*command, name, str(tmp_path / "a")])
+
+    refuses("x", "it was changed")
+    refuses("2026-10-10_x", "without a date")
+    refuses("a/b", "expected a name of letters")
     source.unlink()
-    assert compare.main([*command, "x", str(tmp_path / "a")]) == 1
+    refuses("x", "found no source train_gpt_")
     (tmp_path / "a" / "notes.txt").write_text("no run\n")
     source.write_bytes(SOURCE)
-    assert compare.main([*command, "x", str(tmp_path / "a")]) == 1
-    errors = capsys.readouterr().err
-    assert all(text in errors for text in ("it was changed", "without a date", "neither beside it", "notes.txt"))
+    refuses("x", "notes.txt")
     assert len(list((tmp_path / "a").glob("a?.txt"))) == 2 and not (records / "cpu").exists()
 
 
-def test_archive_of_a_foreign_log_asks_for_track_and_date(records, tmp_path, capsys):
+def test_archive_of_a_foreign_log_asks_for_track_and_date(records, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "run.txt").write_bytes((LOGS / "two_separators.txt").read_bytes())
     command = ["--records", str(records), "--archive", "x", str(tmp_path / "old")]
-    assert compare.main(command) == 1 and "--track" in capsys.readouterr().err
-    assert compare.main([*command, "--track", "fineweb"]) == 1 and "--date" in capsys.readouterr().err
-    assert compare.main([*command, "--track", "fineweb", "--date", "2024-10-10"]) == 0
+    for more, message in ([], "give --track"), (["--track", "fineweb"], "give --date"):
+        with pytest.raises(UserError, match=message):
+            compare.main([*command, *more])
+    compare.main([*command, "--track", "fineweb", "--date", "2024-10-10"])
     assert (records / "fineweb" / "2024-10-10_x" / "old" / "run.txt").exists()
 
 
-def test_a_readme_without_markers_is_refused(records, capsys):
+def test_a_readme_without_markers_is_refused(records):
     (records / "README.md").write_text("# Rules\n")
-    assert compare.main(["--records", str(records), "--leaderboard"]) == 1
-    assert "markers" in capsys.readouterr().err
+    with pytest.raises(UserError, match="markers"):
+        compare.main(["--records", str(records), "--leaderboard"])
 
 
 # ---- launching ------------------------------------------------------------------------------------------------------
@@ -795,26 +885,25 @@ def launch(tmp_path) -> list[str]:
 
 
 def test_arms_run_interleaved_and_are_compared(launch, tmp_path, capsys):
-    assert arms.main([*launch, "--seeds", "3", "--arm", "table=", "--arm", "no_table=--ngram_rows=0"]) == 0
+    arms.main([*launch, "--seeds", "3", "--arm", "table=", "--arm", "no_table=--ngram_rows=0"])
     order = ["table1", "no_table1", "table2", "no_table2", "table3", "no_table3"]
     assert (tmp_path / "order").read_text().split() == order
     assert (tmp_path / "out" / "no_table" / "no_table_seed3.txt").exists()
     shown = capsys.readouterr().out
     assert "minus table" in shown and "3.42000" in shown and "3.52000" in shown
-    assert arms.main([*launch, "--seeds", "3", "--arm", "table="]) == 1
-    assert "never overwritten" in capsys.readouterr().err
-    assert arms.main([*launch, "--seeds", "4", "--arm", "table=", "--resume"]) == 0
+    with pytest.raises(UserError, match="never overwritten"):
+        arms.main([*launch, "--seeds", "3", "--arm", "table="])
+    arms.main([*launch, "--seeds", "4", "--arm", "table=", "--resume"])
     assert (tmp_path / "order").read_text().split()[6:] == ["table4"]
 
 
 @pytest.mark.parametrize("stop, order", [(False, ["a1", "b1", "a2", "b2"]), (True, ["a1", "b1"])])
 def test_failing_launches_are_reported(stop, order, launch, tmp_path, capsys):
     command = [*launch, "--seeds", "2", "--arm", "a=", "--arm", "b=--fail=1"]
-    assert arms.main([*command, *(["--stop_on_failure"] if stop else [])]) == 1
+    with pytest.raises(UserError, match="b seed 1: exit status 3"):
+        arms.main([*command, *(["--stop_on_failure"] if stop else [])])
     assert (tmp_path / "order").read_text().split() == order
-    captured = capsys.readouterr()
-    assert "b seed 1: exit status 3" in captured.err
-    assert "b: failed: b_seed1.txt" in " ".join(captured.out.split())
+    assert "b: failed: b_seed1.txt" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -822,27 +911,27 @@ def test_failing_launches_are_reported(stop, order, launch, tmp_path, capsys):
     (["--arm", "a='"], "quotes"), (["--arm", "a=", "--arm", "a=--x=1"], "one name for each"),
     (["--arm", "a=", "--seeds", "two"], "--seeds two"), (["--arm", "a=", "--seeds", "3,3"], "each once"),
     (["--arm", "a=", "--seeds", "0"], "at least one"), (["--arm", "a=", "--launch", "./not_there"], "not_there")])
-def test_bad_arms_are_refused(arguments, message, tmp_path, capsys):
-    assert arms.main(["--out", str(tmp_path / "out"), *arguments]) == 1
-    assert message in capsys.readouterr().err
+def test_bad_arms_are_refused(arguments, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        arms.main(["--out", str(tmp_path / "out"), *arguments])
     assert not (tmp_path / "out").exists()
 
 
 def test_dry_run_starts_nothing(launch, tmp_path, capsys):
-    assert arms.main([*launch, "--seeds", "7,9", "--arm", "a=--layers=2 --x='1 2'", "--dry_run"]) == 0
+    arms.main([*launch, "--seeds", "7,9", "--arm", "a=--layers=2 --x='1 2'", "--dry_run"])
     first, second = capsys.readouterr().out.splitlines()
     assert "--layers=2 '--x=1 2' --seed=7" in first and second.endswith("--run_id=a_seed9")
     assert not (tmp_path / "out").exists()
 
 
-# ---- the field's logs, where they lie beside the clone --------------------------------------------------------------
+# ---- logs of the speedrun's own records, where FIELD_LOGS names their folder ----------------------------------------
 
-needs_peer_logs = pytest.mark.skipif(not PEER_LOGS.is_dir(), reason="no logs of the field beside this clone")
+needs_field_logs = pytest.mark.skipif(not FIELD_LOGS.is_dir(), reason="FIELD_LOGS names no folder")
 
 
-@needs_peer_logs
+@needs_field_logs
 def test_published_numbers():
-    report = report_of(PEER_LOGS / "2026-05-20_sign_trick")
+    report = report_of(FIELD_LOGS / "2026-05-20_sign_trick")
     base, new = report["groups"][0]["arms"]
     assert (base["name"], base["n"], new["name"], new["n"]) == ("baseline", 10, "pr299", 20)
     assert f"{base['loss_mean']:.5f}" == "3.27937" and f"{base['time_mean_ms']:.1f}" == "85394.3"
@@ -850,7 +939,7 @@ def test_published_numbers():
     assert f"{new['p_at_or_below_target']:.4f}" == "0.0024"
 
 
-@needs_peer_logs
+@needs_field_logs
 @pytest.mark.parametrize("folder, n, loss, time_ms, steps, clock", [
     ("2024-06-06_adamw", 1, 3.275959, None, 9536, "unknown"), ("2024-10-13_llmc", 1, 3.2722, None, 19560, "unknown"),
     ("2024-10-10_muon", 1, 3.2785, 1339067, 6200, "from step 10"),
@@ -858,7 +947,7 @@ def test_published_numbers():
     ("2025-07-18_triton", 1, 3.278, 169042, 1750, "all steps"),
     ("track3_many_runs", 20, None, None, 3350, "all steps")])
 def test_logs_of_the_field(folder, n, loss, time_ms, steps, clock):
-    report = report_of(PEER_LOGS / folder)
+    report = report_of(FIELD_LOGS / folder)
     arm = only_arm(report)
     assert (arm["n"], arm["failed"], arm["steps"], report["skipped"]) == (n, [], [steps], [])
     assert report["groups"][0]["key"]["clock"] == clock

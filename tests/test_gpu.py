@@ -1,21 +1,32 @@
 """The CPU's assertions again on a GPU; skipped where there is none. `./run.sh test` runs it where there is one."""
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 import torch
 
 import train_gpt
 from conftest import DOC_START, VOCAB
+from staged import Staged
 from test_host_rows import walk
-from train_gpt import GPT, NgramTable, Trainer, attend, attention_mask, join_world, make_batch, make_plan, open_dataset, parse_args, rotary_table
+from train_gpt import (NgramTable, Trainer, attend, attention_mask, build_model, join_world, make_batch, make_plan,
+                       open_dataset, parse_args,
+                       rotary_table)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
-SIZES = ["--steps=20", "--batch_tokens=8192", "--seq_len=256", "--layers=4", "--model_dim=128", "--heads=2", "--ngram_dim=128",
-         "--ngram_rows=40001", "--val_tokens=4096", "--val_every=10", "--sample_tokens=0", "--adam_lr=0.008", "--epochs=9",
-         "--attn_gate", "--smear", "--skips", "--value_embeds=0,3", "--muon_beta2=0.95",
-         "--stages=1/2:1/2:32-64:0.7,1:1:64-128:1"]
+SIZES = ["--steps=20", "--batch_tokens=8192", "--seq_len=256", "--layers=4", "--model_dim=128", "--heads=2",
+         "--ngram_dim=128",
+         "--ngram_rows=40001", "--val_tokens=4096", "--val_every=10", "--sample_tokens=0", "--adam_lr=0.008",
+         "--epochs=9",
+         "--value_embeds=0,3"]
+
+
+@dataclass(frozen=True)
+class Wide(Staged):
+    stages: tuple = (dict(until=1 / 2, batch=1 / 2, windows=(32, 64), lr=0.7), dict(windows=(64, 128)))
 
 
 @pytest.fixture(autouse=True)
@@ -48,21 +59,23 @@ def test_compiled_flex_attention_equals_the_dense_one(window):
 
 
 def test_compiled_model_equals_the_eager_one():
-    config = parse_args(flags("cuda"))
+    config = parse_args(flags("cuda"), Wide)
     batch = make_batch(torch.randint(0, VOCAB, (4, 257)), 4, 4, DOC_START)
     tokens, starts, targets = (t[0].cuda() for t in (batch.tokens, batch.starts, batch.targets))
     results = []
     for compiled in (False, True):
-        model = GPT(config, VOCAB).cuda()
+        model = build_model(config, VOCAB).cuda()
         with torch.no_grad():
             for p in model.parameters():
-                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * (0.5 if p.dim() < 2 else p.shape[-1] ** -0.5))
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * (0.5 if p.dim() < 2
+                                                                                                    else p.shape[-1] ** -0.5))
         memory = torch.randn(4, 256, 128, generator=torch.Generator().manual_seed(1)).cuda().bfloat16().requires_grad_()
         masks = tuple(attention_mask(starts, window, flex=compiled) for window in (64, 128))
         forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         loss = forward(tokens, starts, memory, targets, masks, rotary_table(config, 1).cuda(), False)
         loss.backward()
-        results.append([loss.detach(), memory.grad.float(), model.embed.grad, model.head.grad, model.blocks[0].qkv.grad])
+        results.append([loss.detach(), memory.grad.float(), model.embed.grad, model.head.grad,
+                        model.blocks[0].qkv.grad])
     for eager, fused in zip(*results):
         assert (eager - fused).norm() <= 5e-2 * eager.norm() and eager.norm() > 0
 
@@ -72,24 +85,29 @@ def test_compiled_model_equals_the_eager_one():
 def test_table_equals_the_one_on_the_cpu(dtype, place):
     results = []
     for device in ("cpu", "cuda"):
-        config = parse_args(["--track=cpu", f"--device={device}", "--ngram_rows=1003", "--model_dim=64", "--ngram_dim=64", f"--ngram_dtype={dtype}",
-                             "--no_ngram_kernel", "--dtype=float32", f"--ngram_device={place}"])
+        config = parse_args(["--track=cpu", f"--device={device}", "--ngram_rows=1003", "--model_dim=64",
+                             "--ngram_dim=64", f"--ngram_dtype={dtype}",
+                             "--dtype=float32", f"--ngram_device={place}"])
         generator = torch.Generator().manual_seed(0)
         with join_world(config) as world:
             table = NgramTable(config, world)
-            routes = [table.route(*(torch.randint(0, high, (1, 2, 500), generator=generator) for high in (1003, 8192))) for _ in range(20)]
+            table.loops = None
+            routes = [table.route(*(torch.randint(0, high, (1, 2, 500), generator=generator) for high in (1003, 8192)))
+                      for _ in range(20)]
             cycles = [train_gpt.to_device(cycle, world.device) for cycle in routes]
             for cycle, upcoming in zip(cycles, [*cycles[1:], None]):
                 read = table.read(table.fetch(cycle), cycle.reads[0], cycle.signs[0])
                 if table.host and upcoming:
                     table.host.look_ahead(cycle, upcoming)
-                grads = torch.empty(len(cycle.asked), 64, device=world.device)
-                table.add_grad(grads, cycle.slots[0], cycle.signs[0], torch.randn(500, 64, generator=generator).to(world.device), fresh=True)
+                grads = torch.empty(cycle.asked, 64, device=world.device)
+                table.add_grad(grads, cycle.slots[0], cycle.signs[0],
+                               torch.randn(500, 64, generator=generator).to(world.device), fresh=True)
                 table.update(cycle, grads, 0.1)
-            table.settle()
+            table.wait()
             results.append([t.float().cpu() for t in (read, table.rows, table.second, table.last)])
     for ours, reference in zip(*results):
-        torch.testing.assert_close(ours, reference, rtol=2e-2 if dtype == "bfloat16" else 1e-3, atol=1e-2 if dtype == "bfloat16" else 1e-4)
+        torch.testing.assert_close(ours, reference, rtol=2e-2 if dtype == "bfloat16" else 1e-3, atol=1e-2
+                                   if dtype == "bfloat16" else 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -97,7 +115,8 @@ def test_rows_on_the_host_are_never_stale(dtype):
     """With gradients that come late, a thread that is held up, parts of a few rows: every read, bit for bit, as without looking ahead."""
     results = []
     for looks_ahead, late_s in ((False, 0), (True, 0), (True, 0.004)):
-        config = parse_args(["--track=cpu", "--device=cuda", "--ngram_rows=1003", "--ngram_dim=6", "--ngram_signs=64", f"--ngram_dtype={dtype}",
+        config = parse_args(["--track=cpu", "--device=cuda", "--ngram_rows=1003", "--ngram_dim=6", "--ngram_signs=64",
+                             f"--ngram_dtype={dtype}",
                              "--ngram_device=cpu"])
         with join_world(config) as world:
             results.append(walk(config, world, 60, looks_ahead, late_s))
@@ -105,17 +124,22 @@ def test_rows_on_the_host_are_never_stale(dtype):
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(result, results[0], strict=True))
 
 
-@pytest.mark.parametrize("more", [["--no_compile"], ["--compile"], ["--compile", "--ngram_device=cpu", "--ngram_update_every=2"]])
+@pytest.mark.parametrize("more",
+                         [["--no_compile"], ["--compile"],
+                          ["--compile", "--ngram_device=cpu", "--ngram_update_every=2"]])
 def test_a_run_ends_where_the_cpus_does(tiny_data, tmp_path, more):
     data = [f"--data={tiny_data}", f"--out={tmp_path}"]
-    on_gpu, on_cpu = train_gpt.main(flags("cuda", *data, *more)), train_gpt.main(flags("cpu", *data, "--dtype=float32", *more[2:]))
+    on_gpu, on_cpu = (train_gpt.main(these, Wide)
+                      for these in (flags("cuda", *data, *more), flags("cpu", *data, "--dtype=float32", *more[2:])))
     assert on_gpu == pytest.approx(on_cpu, abs=0.03)
 
 
 @pytest.mark.parametrize("place", ["auto", "cpu"])
 def test_peak_memory_stays_under_the_plan(tiny_data, place):
-    config = parse_args(flags("cuda", f"--data={tiny_data}", "--batch_tokens=32768", "--stages=1:1:64-128:1", "--ngram_rows=400001", "--epochs=99",
-                              f"--ngram_device={place}"))
+    config = parse_args(flags("cuda", f"--data={tiny_data}", "--batch_tokens=32768", "--ngram_rows=400001",
+                              "--epochs=99",
+                              f"--ngram_device={place}"), Wide)
+    config = replace(config, stages=(dict(windows=(64, 128)),))
     with join_world(config) as world:
         dataset = open_dataset(config)
         plan = make_plan(config, world, dataset.vocab_size, dataset.train.num_tokens)
@@ -126,6 +150,6 @@ def test_peak_memory_stays_under_the_plan(tiny_data, place):
         cycles = [train_gpt.to_device_all(trainer.prepare(cycle), world.device) for cycle in range(4)]
         for step, ((batch,), cycle) in enumerate(cycles[:3]):
             trainer.train_step(step, batch, cycle, upcoming=cycles[step + 1][1])
-        trainer.settle()
+        trainer.wait_for_host()
         peak = torch.cuda.max_memory_allocated() - before
     assert peak <= plan["bytes_per_rank"]

@@ -17,10 +17,11 @@ from conftest import ROOT, TINY
 def clone(tmp_path, tiny_data) -> Path:
     folder = tmp_path / "a clone"
     (folder / ".venv/bin").mkdir(parents=True)
-    for name in ("run.sh", "train_gpt.py", "tokens.py", "harness.py", "host_rows.py", "requirements.txt"):
+    for name in ("run.sh", "train_gpt.py", "requirements.txt"):
         shutil.copy(ROOT / name, folder / name)
     for name in ("data", "records"):
-        shutil.copytree(ROOT / name, folder / name, ignore=lambda path, names: [n for n in names if not n.endswith(".py")])
+        shutil.copytree(ROOT / name, folder / name, ignore=lambda path,
+                        names: [n for n in names if not n.endswith(".py")])
     python = folder / ".venv/bin/python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
@@ -29,7 +30,8 @@ def clone(tmp_path, tiny_data) -> Path:
 
 
 def run(clone: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run([str(clone / "run.sh"), *arguments], capture_output=True, text=True, cwd=cwd or clone, timeout=120,
+    return subprocess.run([str(clone / "run.sh"), *arguments], capture_output=True, text=True, cwd=cwd or clone,
+                          timeout=120,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
 
 

@@ -1,11 +1,12 @@
-"""What the memory holds: loss and next-token accuracy with it, with zeros in its place, and of a model that was trained without it.
+"""What the memory holds: loss and next-token accuracy with it, with zeros in its place, and of a model trained without it.
 
     ./run.sh arms --seeds 5 --arm table='--dtype=float32 --checkpoint --val_every=0 --sample_tokens=0' \\
         --arm no_table='--ngram_rows=0 --dtype=float32 --checkpoint --val_every=0 --sample_tokens=0' --out logs/memory
     .venv/bin/python records/studies/2026-11-30_what_the_memory_holds/memory.py logs/memory
 
-evaluates the checkpoint of each run, keeps what the evaluation says as ARM/RUN.md beside this file, and makes the tables in
-README.md and figure.png out of all that is kept. Without an argument it does the latter alone.
+evaluates the checkpoint of each run with records/look.py, keeps its lines as ARM/RUN.md beside this file, and makes the tables
+in README.md and figure.png from all that is kept. Without an argument it only makes the tables and the figure. The lines kept
+now are those of `train_gpt.py --eval_only`, which look.py has replaced.
 """
 from __future__ import annotations
 
@@ -20,16 +21,17 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 BEGIN, END = "<!-- tables: made by memory.py -->\n", "<!-- end of tables -->"
-LINE = re.compile(r"(?:held out|order (\d), (.+)): ([\d,]+) tokens, loss ([\d.]+)(?: \(off ([\d.]+)\))?, right ([\d.]+)(?: \(off ([\d.]+)\))?")
+LINE = re.compile(r"(?:held out|order (\d), (.+)): ([\d,]+) tokens, loss ([\d.]+)(?: \(off ([\d.]+)\))?, "
+                  r"(?:right|accuracy) ([\d.]+)(?: \(off ([\d.]+)\))?")
 
 
 def evaluate(logs: Path) -> None:
     for path in sorted(logs.glob("*/checkpoints/*/")):
         arm, run = path.parent.parent.name, path.name.rpartition("_step")[0]
-        command = [sys.executable, str(ROOT / "train_gpt.py"), f"--resume={path}", "--eval_only", "--sample_tokens=0", f"--out={logs}"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        command = [sys.executable, str(ROOT / "records" / "look.py"), str(path), "--sample_tokens=0"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
         (HERE / arm).mkdir(exist_ok=True)
-        (HERE / arm / f"{run}.md").write_text(f"```\n{said[said.index('held out:'):]}```\n")
+        (HERE / arm / f"{run}.md").write_text(f"```\n{shown[shown.index('held out:'):]}```\n")
         print(f"evaluated {path}")
 
 
