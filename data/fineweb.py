@@ -11,17 +11,14 @@ the shard came or when a run first read it.
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import queue
-import random
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_gpt.py defines the shard format
@@ -32,8 +29,6 @@ from train_gpt import (GPT2_DOC_START, GPT2_VOCAB_SIZE, SHARD_HASHES, TOKENIZER_
 REPO = "kjj0/fineweb10B-gpt2"
 NUM_TRAIN_SHARDS = 103
 PRESET_SHARDS = 5  # what the fineweb presets read: 419 million tokens
-MAX_BACKOFF_S = 60.0
-DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 # ---- fetching -------------------------------------------------------------------------------------------------------
@@ -52,123 +47,56 @@ def open_fineweb_shard(path: Path) -> Shard:
     return shard
 
 
-def backoff_s(tries_so_far: int, base_s: float, retry_after_s: float) -> float:
-    """Seconds to wait: base_s doubled with every try, up to MAX_BACKOFF_S, times 0.5 to 1.5 so that workers spread out.
-
-    Never less than retry_after_s, what the server asked for.
-    """
-    return max(retry_after_s, min(MAX_BACKOFF_S, base_s * 2.0 ** (tries_so_far - 1)) * random.uniform(0.5, 1.5))
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a try at fetching failed, and whether another can help."""
-    reason: str
-    is_final: bool
-    hub_answered: bool
-    retry_after_s: float = 0.0
-
-
-def diagnose(error: Exception) -> Failure:
-    """Read an exception of huggingface_hub or of the checks that follow it."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-    # huggingface_hub wraps what went wrong before a forced download began, and raises as it is what went wrong in it.
-    began = not (isinstance(error, ValueError) and isinstance(error.__cause__, Exception))
-    if not began:
-        error = error.__cause__
-    first_line = (str(error).strip() or "no details").splitlines()[0]
-    if isinstance(error, UserError):
-        return Failure(f"what the hub sent is broken: {first_line}", is_final=False, hub_answered=True)
-    if isinstance(error, HfHubHTTPError):
-        status, headers = error.response.status_code, error.response.headers
-        if status == 404:
-            return Failure(f"the hub has no such file (404) in dataset {REPO}", is_final=True, hub_answered=True)
-        retry_after = headers.get("Retry-After", "")
-        return Failure(f"the hub answered {status} at {str(error.response.url).partition('?')[0]}", is_final=status < 500 and status not in (408, 429),
-                       hub_answered=True, retry_after_s=float(retry_after) if retry_after.isdigit() else 0.0)
-    is_final = isinstance(error, OfflineModeIsEnabled) or getattr(error, "errno", None) in DISK_FAULTS
+def reason(error: Exception) -> str:
+    """Why a shard is not there, with the address that was asked."""
+    from huggingface_hub.errors import HfHubHTTPError
+    cause = error if isinstance(error, HfHubHTTPError | UserError) else error.__cause__ or error
+    if isinstance(cause, HfHubHTTPError):
+        return f"the hub answered {cause.response.status_code} at {str(cause.response.url).partition('?')[0]}"
     asked = os.environ.get("HF_ENDPOINT") or "the hub's own address (HF_ENDPOINT names another)"
-    return Failure(f"{type(error).__name__} at {asked}: {first_line}", is_final, hub_answered=began)
+    first_line = (str(cause).strip() or "no details").splitlines()[0]
+    return f"what came from {asked} is broken: {first_line}" if isinstance(cause, UserError) else \
+        f"{type(cause).__name__} at {asked}: {first_line}"
 
 
-@dataclass
-class Fetcher:
-    """Fetches shards into `out` through the folder `staging` on the same disk. `stop` ends it between tries; `hashes`
-    are those of shard_hashes of what has come."""
-    out: Path
-    staging: Path
-    max_tries: int
-    base_s: float
-    stop: threading.Event = field(default_factory=threading.Event)
-    hub_answered: threading.Event = field(default_factory=threading.Event)
-    hashes: dict[str, list] = field(default_factory=dict)
+def fetch_shard(name: str, out: Path, staging: Path) -> list:
+    """Bring one shard into out, checked whole; returns its entry for the hashes.
 
-    def fetch(self, name: str) -> str | None:
-        """Fetch one shard, with retries. Returns None, or the reason why it is not there."""
-        for tries in range(1, self.max_tries + 1):
-            if self.stop.is_set():
-                return "given up, as the hub could not be reached"
-            try:
-                self._download(name)
-                return None
-            except Exception as error:      # whatever it was, the other shards go on and this one is named at the end
-                failure = diagnose(error)
-            if failure.hub_answered:
-                self.hub_answered.set()
-            if failure.is_final or tries == self.max_tries:
-                break
-            wait_s = backoff_s(tries, self.base_s, failure.retry_after_s)
-            sys.stderr.write(f"{name}: {failure.reason}; next try in {wait_s:.1f} s "     # one write: threads share it
-                             f"({tries} of {self.max_tries} failed)\n")
-            self.stop.wait(wait_s)
-        if not self.hub_answered.is_set():
-            self.stop.set()     # nobody has reached the hub: spare the user the same wait for every other shard
-        return failure.reason
-
-    def _download(self, name: str) -> None:
-        from huggingface_hub import hf_hub_download
-        # Forced, and into a folder of our own: neither reads nor leaves a copy in the hub's cache, broken or not.
-        path = Path(hf_hub_download(REPO, name, repo_type="dataset", local_dir=self.staging, force_download=True,
+    huggingface_hub resumes what broke off, and waits and tries again as the hub asks. What comes broken, from the hub or
+    from the client's own cache, is fetched once more.
+    """
+    from huggingface_hub import hf_hub_download
+    for is_last in (False, True):
+        path = Path(hf_hub_download(REPO, name, repo_type="dataset", local_dir=staging, force_download=is_last,
                                     endpoint=os.environ.get("HF_ENDPOINT") or None))
-        self.hub_answered.set()
-        digest, status = open_fineweb_shard(path).hash(), path.stat()
+        try:
+            digest, status = open_fineweb_shard(path).hash(), path.stat()
+        except UserError:
+            path.unlink()       # or the next call would take it for whole
+            if is_last:
+                raise
+            continue
         flush_to_disk(path)
-        path.replace(self.out / name)
-        self.hashes[name] = [status.st_size, status.st_mtime_ns, digest]
+        path.replace(out / name)
+        return [status.st_size, status.st_mtime_ns, digest]
 
 
-def each_in_threads(function: Callable[[str], str | None], names: list[str], num_workers: int
-                    ) -> Iterator[tuple[str, str | None]]:
-    """(name, function(name)) as they are ready. Daemon threads, so that Ctrl-C need not wait for 200 MB to arrive."""
+def in_threads(function: Callable, names: list[str], workers: int) -> Iterator[tuple[str, list | Exception]]:
+    """(name, function(name) or what it raised) as they are ready. Daemon threads: Ctrl-C need not wait for 200 MB."""
     todo, done = queue.SimpleQueue(), queue.SimpleQueue()
-    for name in names:
+    for name in [*names, *[None] * workers]:
         todo.put(name)
 
     def work() -> None:
-        while True:
+        while name := todo.get():
             try:
-                name = todo.get_nowait()
-            except queue.Empty:
-                return
-            done.put((name, function(name)))
+                done.put((name, function(name)))
+            except Exception as error:      # the other shards are fetched all the same
+                done.put((name, error))
 
-    for _ in range(num_workers):
+    for _ in range(workers):
         threading.Thread(target=work, daemon=True).start()
-    for _ in names:
-        yield done.get()
-
-
-@contextmanager
-def staging_folder(out: Path) -> Iterator[Path]:
-    """An empty folder inside out, gone afterwards. Raises UserError where another run is fetching into out."""
-    staging = out / ".fetch"
-    with lock_folder(out, "fetching shards"):
-        try:
-            shutil.rmtree(staging, ignore_errors=True)      # a killed run's
-            staging.mkdir(exist_ok=True)
-            yield staging
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    return (done.get() for _ in names)
 
 
 def missing_shards(names: list[str], out: Path) -> list[str]:
@@ -185,29 +113,28 @@ def missing_shards(names: list[str], out: Path) -> list[str]:
     return missing
 
 
-def fetch_shards(num_train: int, out: Path, num_workers: int, max_tries: int, base_s: float) -> None:
+def fetch_shards(num_train: int, out: Path, workers: int) -> None:
     """Bring the first num_train training shards and the validation shard into out. A UserError names the missing."""
-    names = shard_names(num_train)
-    with staging_folder(out) as staging:
+    names, failed, hashes, staging = shard_names(num_train), {}, {}, out / ".fetch"
+    with lock_folder(out, "fetching shards"):
         todo = missing_shards(names, out)
-        print(f"{out}: {len(names) - len(todo)} of {len(names)} shards are there, {len(todo)} to fetch")
-        fetcher = Fetcher(out, staging, max_tries, base_s)
-        reasons = {}
-        try:
-            for name, reason in each_in_threads(fetcher.fetch, todo, num_workers):
-                if reason is None:
-                    print(f"{name}: fetched, {open_shard(out / name).num_tokens:,} tokens", flush=True)
-                else:
-                    reasons[name] = reason
-        finally:
-            fetcher.stop.set()
-        whole = [open_shard(path) for path in sorted(out.glob("*.bin")) if path.name not in {*reasons, *fetcher.hashes}]
-        save_shard_hashes(out, fetcher.hashes | (shard_hashes(whole) if whole else {}))
-    if reasons:
-        lines = "".join(f"\n  {name}: {reasons[name]}" for name in todo if name in reasons)
-        raise UserError(f"{out}: {len(reasons)} of {len(names)} shards are missing:{lines}\nRun the same command again "
-                        f"to fetch these alone, or put them into that folder by hand; they are in the Hugging Face "
-                        f"dataset {REPO}.")
+        print(f"{out}: {len(names) - len(todo)} of {len(names)} shards are there, {len(todo)} to fetch", flush=True)
+        for name, result in in_threads(lambda name: fetch_shard(name, out, staging), todo, workers):
+            if isinstance(result, Exception):
+                failed[name] = reason(result)
+                print(f"{name}: {failed[name]}", file=sys.stderr)
+            else:
+                hashes[name] = result
+                print(f"{name}: fetched, {open_shard(out / name).num_tokens:,} tokens", flush=True)
+        others = sorted(path for path in out.glob("*.bin") if path.name not in failed.keys() | hashes.keys())
+        whole = [open_shard(path) for path in others]
+        save_shard_hashes(out, hashes | (shard_hashes(whole) if whole else {}))
+        if not failed:
+            shutil.rmtree(staging, ignore_errors=True)      # else it holds what the next call resumes
+    if failed:
+        lines = "".join(f"\n  {name}: {failed[name]}" for name in todo if name in failed)
+        raise UserError(f"{out}: {len(failed)} of {len(names)} shards are missing:{lines}\nRun the same command again "
+                        f"to fetch these alone, or put them there by hand; they are in the Hugging Face dataset {REPO}")
     print(f"{out}: all {len(names)} shards are there")
 
 
@@ -281,9 +208,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "fineweb10B",
                         help="folder for the shards; default: data/fineweb10B")
     parser.add_argument("--workers", type=int, default=4, help="downloads at a time; more brings 429s; default: 4")
-    parser.add_argument("--tries", type=int, default=6, help="at each shard; default: 6")
-    parser.add_argument("--backoff_s", type=float, default=1.0, help="wait after the first failure, doubled with each "
-                        "further one; default: 1")
     parser.add_argument("--tokenizer", action="store_true", help="put GPT-2's vocabulary beside the shards too, for "
                         "samples of text")
     return parser.parse_args(argv)
@@ -296,14 +220,13 @@ def main(argv: list[str] | None = None) -> None:
         return
     if not 1 <= args.num_train <= NUM_TRAIN_SHARDS:
         raise UserError(f"N={args.num_train}: expected 1 to {NUM_TRAIN_SHARDS}, the training shards of {REPO}")
-    for flag, least in (("workers", 1), ("tries", 1), ("backoff_s", 0)):
-        if not (value := getattr(args, flag)) >= least:
-            raise UserError(f"--{flag}={value}: expected {least} or more")
-    # Read when huggingface_hub is imported. Xet would keep chunks in a cache of its own and answer to no retry of ours.
+    if args.workers < 1:
+        raise UserError(f"--workers={args.workers}: expected 1 or more")
+    # Read when huggingface_hub is imported; Xet would keep chunks in a cache of its own.
     os.environ["HF_HUB_DISABLE_XET"] = "1"
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    fetch_shards(args.num_train, args.out, args.workers, args.tries, args.backoff_s)
+    fetch_shards(args.num_train, args.out, args.workers)
     if args.tokenizer:
         write_tokenizer(args.out / TOKENIZER_FILE)
 
