@@ -575,7 +575,7 @@ class StopSignal:
 
 
 # =====================================================================================================================
-# Tokens: shards on disk, one stream of rows, each rank's batches, made ahead in a thread; the tokenizer beside the shards.
+# Tokens: shards on disk, one stream of rows, each rank's batches, made ahead in a thread; the tokenizer beside them.
 # =====================================================================================================================
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
@@ -585,72 +585,70 @@ SHARD_HASHES = "shards.json"  # beside the shards: what `shard_hashes` knows of 
 
 @dataclass(frozen=True)
 class Shard:
-    """One token file: 256 int32 of header (magic, version, tokens, vocabulary size, document-start token), then uint16."""
+    """A token file: 256 int32 (magic, version, tokens, vocabulary size, document-start token, zeros), then uint16."""
     path: Path
     num_tokens: int
     vocab_size: int
     doc_start: int
 
     def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """uint16 [count] from position `first`, to the end by default. Read, not mapped: memory must not grow with the data."""
+        """uint16 [count] from `first`, to the end by default. Read, not mapped: memory must not grow with the data."""
         count = self.num_tokens - first if count is None else count
-        tokens = np.fromfile(self.path, dtype=np.uint16, count=count, offset=SHARD_HEADER_BYTES + 2 * first)
+        tokens = np.fromfile(self.path, np.uint16, count, offset=SHARD_HEADER_BYTES + 2 * first)
         if len(tokens) != count:
-            raise UserError(f"{self.path}: found {len(tokens)} tokens from {first} on, expected {count}; the file has changed")
+            raise UserError(f"{self.path}: found {len(tokens)} tokens from {first} on, expected {count}; make it again")
         return tokens
 
     def hash(self) -> str:
-        """sha256 of the vocabulary and all tokens; reads the whole file. Raises UserError where an id is not below the vocabulary size."""
+        """sha256 of the vocabulary and all tokens. Raises UserError where an id is not below the vocabulary size."""
         digest = hashlib.sha256(f"{self.num_tokens} {self.vocab_size} {self.doc_start}".encode())
         for first in range(0, self.num_tokens, 1 << 24):
             tokens = self.read(first, min(1 << 24, self.num_tokens - first))
             if (largest := int(tokens.max())) >= self.vocab_size:
                 raise UserError(f"{self.path}: found token id {largest}, expected ids below its vocabulary size "
-                                f"{self.vocab_size}; it was made with another tokenizer or is damaged: make it anew")
+                                f"{self.vocab_size}; it is damaged or of another tokenizer: make it again")
             digest.update(tokens)
         return digest.hexdigest()
 
 
 def open_shard(path: str | Path) -> Shard:
-    """Read and check a shard's header and size. Raises UserError with path, found and expected."""
+    """Read and check a shard's header and size. Raises UserError."""
     path = Path(path)
-    size = path.stat().st_size
-    if size < SHARD_HEADER_BYTES:
-        raise UserError(f"{path}: found {size} bytes, expected at least the {SHARD_HEADER_BYTES} of a shard header; "
-                        f"delete it and fetch or make it again")
-    header = np.fromfile(path, dtype=np.int32, count=256)
-    if (header[0], header[1]) != (SHARD_MAGIC, SHARD_VERSION):
-        raise UserError(f"{path}: found magic {header[0]} version {header[1]}, expected {SHARD_MAGIC} version "
+    size, header = path.stat().st_size, np.fromfile(path, np.int32, 5).tolist()
+    magic, version, num_tokens, vocab_size, doc_start = [*header, 0, 0, 0, 0, 0][:5]
+    if not vocab_size:  # as in files that are older than these fields
+        vocab_size, doc_start = GPT2_VOCAB_SIZE, GPT2_DOC_START
+    whole = SHARD_HEADER_BYTES + 2 * num_tokens
+    if size >= SHARD_HEADER_BYTES and (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+        raise UserError(f"{path}: found magic {magic} version {version}, expected {SHARD_MAGIC} version "
                         f"{SHARD_VERSION}; this is not a token shard")
-    num_tokens = int(header[2])
-    if num_tokens <= 0 or size != SHARD_HEADER_BYTES + 2 * num_tokens:
-        raise UserError(f"{path}: found {size} bytes, expected {SHARD_HEADER_BYTES + 2 * num_tokens} for the {num_tokens} "
-                        f"tokens its header promises; it is cut short or damaged: fetch or make it again")
-    vocab_size = int(header[3]) or GPT2_VOCAB_SIZE
-    doc_start = int(header[4]) if header[3] else GPT2_DOC_START
+    if num_tokens <= 0 or size != whole:
+        raise UserError(f"{path}: found {size} bytes, expected {whole} for the {num_tokens} tokens of its header; "
+                        f"it is cut short or damaged: fetch or make it again")
     if not 0 <= doc_start < vocab_size <= 1 << 16:
         raise UserError(f"{path}: found vocabulary size {vocab_size} and document-start token {doc_start}, expected "
-                        f"0 <= document start < vocabulary size <= 65536; the header is damaged: make it again")
+                        f"0 <= document start < vocabulary size <= 65536; make it again")
     return Shard(path, num_tokens, vocab_size, doc_start)
 
 
 def shard_hashes(shards: list[Shard], rank: int = 0, size: int = 1) -> dict[str, list]:
-    """name -> [bytes, time of change in ns, hash] of shards of one folder.
-
-    What the folder's manifest holds of a file that has kept its size and time is not read again; of the others rank reads its part alone.
-    """
-    known = {}
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # a damaged one says nothing
+    """name -> [bytes, time of change in ns, hash] of shards of one folder: from its manifest where bytes and time still
+    hold; of the other files the rank reads its part."""
+    listed, known, unknown = None, {}, []
+    with suppress(OSError, ValueError):
         listed = json.loads((shards[0].path.parent / SHARD_HASHES).read_text())
-        known = {name: entry for name, entry in listed.items() if len(entry) == 3 and len(entry[2]) == 64}
-    stamps = {shard.path.name: [(stat := shard.path.stat()).st_size, stat.st_mtime_ns] for shard in shards}
-    unknown = [shard for shard in shards if known.get(shard.path.name, [])[:2] != stamps[shard.path.name]]
-    return {name: known[name] for name in stamps.keys() - {shard.path.name for shard in unknown}} | \
-        {shard.path.name: [*stamps[shard.path.name], shard.hash()] for shard in unknown[rank::size]}
+    for shard in shards:
+        name, stat = shard.path.name, shard.path.stat()
+        entry = listed.get(name) if isinstance(listed, dict) else None
+        if isinstance(entry, list) and len(entry) == 3 and entry[:2] == [stat.st_size, stat.st_mtime_ns]:
+            known[name] = entry
+        else:
+            unknown.append((name, stat, shard))
+    return known | {name: [stat.st_size, stat.st_mtime_ns, shard.hash()] for name, stat, shard in unknown[rank::size]}
 
 
 def save_shard_hashes(folder: Path, hashes: dict[str, list]) -> None:
-    """Replace the manifest, if it says something else. A folder that cannot be written to is read again at each start."""
+    """Replace the manifest, if it says something else. A folder that cannot be written to is read again every time."""
     with suppress(OSError, ValueError):
         if json.loads((folder / SHARD_HASHES).read_text()) == hashes:
             return
@@ -659,11 +657,8 @@ def save_shard_hashes(folder: Path, hashes: dict[str, list]) -> None:
 
 
 class TokenStream:
-    """Shards one behind the other, cut into rows of seq_len inputs and the token behind each (targets).
-
-    Row i of the stream is tokens [i * seq_len, (i + 1) * seq_len] of the data. With `spread` the rows come in golden-ratio
-    order instead: any few consecutive ones lie evenly over the whole data, which stands in for a shuffle of long documents.
-    """
+    """Shards end to end, cut into rows of seq_len inputs and the token behind them, the last target. With `spread` the
+    rows come in golden-ratio order: few consecutive ones lie evenly over the data, in place of shuffled documents."""
 
     def __init__(self, shards: list[Shard], seq_len: int, spread: bool):
         self.shards, self.seq_len = shards, seq_len
@@ -675,33 +670,25 @@ class TokenStream:
     def read(self, first: int, count: int) -> Tensor:
         """int64 [count, seq_len + 1]: rows first.. of the stream, which starts over at its end."""
         rows = np.empty((count, self.seq_len + 1), np.int64)  # uint16 has no modulo and no look-up in torch
-        for i in range(count):
-            row = (first + i) * self.stride % self.num_rows
-            rows[i] = self.read_span(row * self.seq_len, self.seq_len + 1)
+        for i, left in enumerate(rows):
+            at = (first + i) * self.stride % self.num_rows * self.seq_len
+            while len(left):
+                index = int(np.searchsorted(self.ends, at, side="right"))
+                behind = int(self.ends[index]) - at  # tokens from here to the shard's end
+                part = self.shards[index].read(self.shards[index].num_tokens - behind, min(len(left), behind))
+                left[:len(part)] = part
+                at, left = at + len(part), left[len(part):]
         return torch.from_numpy(rows)
-
-    def read_span(self, first: int, count: int) -> np.ndarray:
-        parts, index = [], int(np.searchsorted(self.ends, first, side="right"))
-        while count > 0:
-            shard = self.shards[index]
-            offset = first - (int(self.ends[index]) - shard.num_tokens)
-            part = shard.read(offset, min(count, shard.num_tokens - offset))
-            parts.append(part)
-            first, count, index = first + len(part), count - len(part), index + 1
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def golden_stride(num_rows: int) -> int:
-    """A stride near num_rows / golden ratio, without a common factor, whose multiples modulo num_rows lie the most evenly."""
-    def largest_quotient(stride: int) -> int:  # of the continued fraction; the multiples bunch up where it is large
-        a, b, largest = num_rows, stride, 1
-        while b:
-            largest, a, b = max(largest, a // b), b, a % b
-        return largest
+    """A stride near num_rows / golden ratio, without a common factor, whose multiples lie the most evenly."""
+    def largest_quotient(a: int, b: int) -> int:  # of the continued fraction of a / b; multiples bunch up where large
+        return max(a // b, largest_quotient(b, a % b)) if b else 1
 
     golden = max(1, round(num_rows * (math.sqrt(5) - 1) / 2))
     near = [stride for stride in range(golden, golden + 200) if math.gcd(stride, num_rows) == 1]
-    return min(near, key=largest_quotient)
+    return min(near, key=lambda stride: largest_quotient(num_rows, stride))
 
 
 class Dataset(NamedTuple):
@@ -715,42 +702,38 @@ def open_dataset(config) -> Dataset:
     """Find the shards and check their headers and sizes."""
     folder, found = Path(config.data).resolve(), {}
     for split in ("train", "val"):
-        paths = sorted(folder.glob(f"*_{split}_*.bin"))
-        if not paths:
-            raise UserError(f"{folder}: found no *_{split}_*.bin, expected token shards; make them with `python data/text.py` "
-                            f"(or `python data/fineweb.py` for the fineweb track), or name their folder with --data")
-        found[split] = [open_shard(path) for path in paths]
-    shards = found["train"] + found["val"]
-    first = shards[0]
-    for shard in shards:
+        found[split] = [open_shard(path) for path in sorted(folder.glob(f"*_{split}_*.bin"))]
+        if not found[split]:
+            raise UserError(f"{folder}: found no *_{split}_*.bin, expected token shards; make them with data/text.py "
+                            f"or data/fineweb.py, or name their folder with --data")
+    first = found["train"][0]
+    for shard in found["train"] + found["val"]:
         if (shard.vocab_size, shard.doc_start) != (first.vocab_size, first.doc_start):
-            raise UserError(f"{shard.path}: found vocabulary size {shard.vocab_size} and document start {shard.doc_start}, "
-                            f"expected {first.vocab_size} and {first.doc_start} as in {first.path}; keep one data set a folder")
-    train = TokenStream(found["train"], config.seq_len, config.spread_rows)
-    val = TokenStream(found["val"][:1], config.seq_len, config.spread_rows)  # by name: the first, however many were fetched
-    return Dataset(train, val, first.vocab_size, first.doc_start)
+            raise UserError(f"{shard.path}: found vocabulary size {shard.vocab_size} and document start "
+                            f"{shard.doc_start}, expected {first.vocab_size} and {first.doc_start} as in {first.path}; "
+                            f"keep one data set a folder")
+    shards = found["train"], found["val"][:1]  # of validation the first by name, however many are there
+    return Dataset(*(TokenStream(part, config.seq_len, config.spread_rows) for part in shards), first.vocab_size,
+                   first.doc_start)
 
 
 def check_tokens(config, dataset: Dataset) -> None:
     """Refuse a run for which there are too few tokens."""
-    train, val, needed = dataset.train, dataset.val, config.tokens_before(config.steps) + 1
-    rows = config.tokens_before(config.steps) // config.seq_len
-    if rows > train.num_rows * config.epochs:
-        epochs = -(-rows // max(1, train.num_rows))
+    train, val, needed = dataset.train, dataset.val, config.tokens_before(config.steps)
+    if needed > train.num_rows * config.epochs * config.seq_len:
+        epochs = -(-needed // config.seq_len // max(1, train.num_rows))
         again = f", or read them again with --epochs={epochs}" if train.num_rows else ""
-        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed:,} for {config.steps} steps; "
-                        f"fetch or make more (`python data/fineweb.py N`, `python data/text.py`), "
-                        f"run fewer --steps{again}")
-    if config.val_tokens > val.num_rows * config.seq_len:
+        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed + 1:,} for "
+                        f"{config.steps} steps; fetch or make more, run fewer --steps{again}")
+    if config.val_tokens > (usable := val.num_rows * config.seq_len):
         raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected "
-                        f"{config.val_tokens + 1:,}; use --val_tokens={val.num_rows * config.seq_len} or make a larger validation shard")
+                        f"{config.val_tokens + 1:,}; use --val_tokens={usable} or make a larger validation shard")
 
 
 def identify_data(config, dataset: Dataset, world: World) -> dict:
-    """What a run's numbers depend on of its data, as 16 hex digits each: the train shards together and one by one ("shards"), and what
-    validation reads. A collective: each rank hashes its part of the shards that are new."""
-    shards = dataset.train.shards + dataset.val.shards
-    parts = [None] * world.size
+    """What a run's numbers depend on of its data, in 16 hex digits each: all train shards ("train"), each of them
+    ("shards"), and what validation reads ("val"). A collective: each rank hashes its part of the new shards."""
+    shards, parts = dataset.train.shards + dataset.val.shards, [None] * world.size
     dist.all_gather_object(parts, together(world, lambda: shard_hashes(shards, world.rank, world.size)))
     hashes = {name: entry for part in parts for name, entry in part.items()}
     if world.main:
@@ -758,11 +741,10 @@ def identify_data(config, dataset: Dataset, world: World) -> dict:
 
     def short(*texts) -> str:
         return hashlib.sha256(" ".join(map(str, texts)).encode()).hexdigest()[:16]
-
-    train = [hashes[shard.path.name][2] for shard in dataset.train.shards]
+    *train, val = [hashes[shard.path.name][2] for shard in shards]
     spread = config.seq_len if dataset.val.stride > 1 else 0  # spread rows are other tokens at another row length
-    return {"train": short(*train), "val": short(hashes[dataset.val.shards[0].path.name][2], config.val_tokens, spread),
-            "vocab_size": dataset.vocab_size, "shards": [digest[:16] for digest in train]}
+    return {"train": short(*train), "val": short(val, config.val_tokens, spread), "vocab_size": dataset.vocab_size,
+            "shards": [digest[:16] for digest in train]}
 
 
 @dataclass
@@ -783,11 +765,8 @@ def to_device(holder, device: torch.device):
 
 
 def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int, length: int | None = None) -> Batch:
-    """rows int64 [n, seq_len + 1] -> Batch of ceil(count / micro_rows) micro-batches, the missing rows padded.
-
-    A segment begins at each document start, at each row's first token, and every `length` tokens of the row; nothing of a segment
-    depends on another.
-    """
+    """rows int64 [n, seq_len + 1] -> Batch of ceil(count / micro_rows) micro-batches, the missing rows padded. A
+    segment, which depends on no other, begins at document starts, at a row's first token, and `length` tokens on."""
     micro_batches = -(-count // micro_rows)
     missing = micro_batches * micro_rows - len(rows)
     tokens = F.pad(rows[:, :-1], (0, 0, 0, missing), value=doc_start)
@@ -799,67 +778,54 @@ def make_batch(rows: Tensor, count: int, micro_rows: int, doc_start: int, length
 
 def rank_batch(stream: TokenStream, first_row: int, num_rows: int, micro_rows: int, doc_start: int, world: World,
                length: int | None = None) -> Batch:
-    """This rank's slice of rows [first_row, first_row + num_rows) of the stream; all ranks get as many micro-batches."""
+    """This rank's part of rows [first_row, first_row + num_rows) of the stream; all get as many micro-batches."""
     first, last = world.part(num_rows)
-    return make_batch(stream.read(first_row + first, last - first), -(-num_rows // world.size), micro_rows, doc_start, length)
+    rows = stream.read(first_row + first, last - first)
+    return make_batch(rows, -(-num_rows // world.size), micro_rows, doc_start, length)
 
 
 class Loader(threading.Thread):
-    """prepare(call) for each call, in order, made by a daemon thread up to AHEAD calls before it is asked for.
-
-    The training thread alone decides what is asked for, so all ranks ask for the same, and the collectives inside `prepare` find
-    their partners.
-    """
+    """prepare(call) for each call, in order, made by a daemon thread up to AHEAD calls before it is asked for. What is
+    made depends on what is asked for alone, so that collectives inside `prepare` find their partners."""
     AHEAD = 4
 
     def __init__(self, prepare, calls: range):
         super().__init__(daemon=True, name="loader")
-        self.prepare, self.calls, self.asked, self.made = prepare, calls, 0, 0
-        self.ready, self.error, self.ended, self.changed = deque(), None, False, threading.Condition()
+        self.prepare, self.calls, self.may, self.ended = prepare, calls, threading.Semaphore(self.AHEAD), False
+        self.unmade = deque(Future() for _ in calls)
+        self.unasked = self.unmade.copy()
         self.start()
 
     def run(self) -> None:
-        try:
-            for call in self.calls:
-                with self.changed:
-                    self.changed.wait_for(lambda: self.ended or self.made < self.asked + self.AHEAD)
-                    if self.ended:
-                        return
+        for call in self.calls:
+            self.may.acquire()
+            if self.ended:
+                return
+            try:
                 item = self.prepare(call)
-                with self.changed:
-                    self.ready.append(item)
-                    self.made += 1
-                    self.changed.notify_all()
-        except BaseException as error:
-            with self.changed:
-                self.error = error
-                self.changed.notify_all()
+            except BaseException as error:
+                for future in self.unmade:
+                    future.set_exception(error)
+                return
+            self.unmade.popleft().set_result(item)
 
     def next(self):
         """The next item, None behind the last. Raises what `prepare` raised."""
-        with self.changed:
-            if self.asked == len(self.calls):
-                return None
-            self.asked += 1
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.ready or self.error)
-            if not self.ready:
-                raise self.error
-            return self.ready.popleft()
+        if not self.unasked:
+            return None
+        self.may.release()
+        return self.unasked.popleft().result()
 
     def rest(self) -> None:
-        """Wait until the thread has made all that it may, so that it works only while the clock runs."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.error or self.made == min(self.asked + self.AHEAD, len(self.calls)))
-            if self.error:  # which the other ranks would wait for: their loaders for this one, and they for their loaders
-                raise self.error
+        """Wait until the thread has made all that it may, so that it works only while the clock runs. Raises as `next`:
+        where one rank waited for items that never come, the others' loaders would wait for its loader."""
+        for future in list(self.unasked)[:self.AHEAD]:
+            future.result()
 
     def end(self) -> None:
-        """Wait, within reason, until the thread has ended: where one comes back from a collective while Python itself ends,
-        the process crashes."""
-        with self.changed:
-            self.ended = True
-            self.changed.notify_all()
+        """Wait, within reason, for the thread to end: one that leaves a collective while Python ends makes it crash."""
+        self.ended = True
+        self.may.release()
         self.join(timeout=10)
 
 
@@ -869,7 +835,7 @@ TOKENIZER_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|
 
 
 def tokenizer_encoding(tokens: list[bytes]):
-    """tiktoken.Encoding in which a token's id is its place in the list, and the document start is the id behind them."""
+    """tiktoken.Encoding in which a token's id is its place in the list; the document start is the id behind them."""
     import tiktoken  # here, since training never needs it
     ranks = {token: i for i, token in enumerate(tokens)}
     return tiktoken.Encoding("shards", pat_str=TOKENIZER_PATTERN, mergeable_ranks=ranks,
@@ -877,30 +843,30 @@ def tokenizer_encoding(tokens: list[bytes]):
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int):
-    """The tiktoken.Encoding of the tokenizer file beside the shards, or None where there is none. Raises UserError if it is not theirs."""
+    """tiktoken.Encoding of the file beside the shards, or None without one. Raises UserError where it is not theirs."""
     path = Path(folder) / TOKENIZER_FILE
     if not path.exists():
         return None
     try:
         lines = [line.split() for line in path.read_bytes().splitlines()]
-        ranks = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
-        tokenizer = tokenizer_encoding([ranks[i] for i in range(len(lines))])
+        tokens = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
+        tokenizer = tokenizer_encoding([tokens[i] for i in range(len(lines))])
     except (ValueError, KeyError) as error:
-        raise UserError(f"{path}: found a damaged line ({error}), expected a token in base64 and its rank on each; make the "
-                        f"shards again with `python data/text.py`") from None
+        raise UserError(f"{path}: found a damaged line ({error}), expected a token in base64 and its rank on each; "
+                        f"make the shards again with data/text.py") from None
     if tokenizer.n_vocab != vocab_size:
-        raise UserError(f"{path}: found {tokenizer.n_vocab} ids, expected the shards' {vocab_size}; make the shards again, or use "
-                        f"--sample_tokens=0")
+        raise UserError(f"{path}: found {tokenizer.n_vocab} ids, expected the shards' {vocab_size}; make the shards "
+                        f"again, or use --sample_tokens=0")
     return tokenizer
 
 
 # =====================================================================================================================
 # N-gram table: rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
-# Its seams: addressing (Config.channels, NgramTable.addresses), storage (zeros_where_touched, HostRows), read, update_rows.
+# Its seams: Config.channels, NgramTable.addresses, read, add_grad, update_rows. Storage: zeros_where_touched, HostRows.
 # =====================================================================================================================
 
-# Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are those of modded-nanogpt pull request
-# #360, as are the signs, the one second moment a row and the decay.
+# Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are those of
+# modded-nanogpt pull request #360, as are the signs, the one second moment a row and the decay.
 ROW_MULTIPLIERS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (52951, 22277, 64033, 31393)}
 SIGN_MULTIPLIERS = {2: (48271, 30011), 3: (58699, 39779, 26801), 4: (40009, 61027, 20897, 33601)}
 SIGN_POOL_SEED = 20260905  # never the run's seed
@@ -933,11 +899,8 @@ def predecessors(segment_starts: Tensor) -> Tensor:
 
 
 def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config) -> tuple[Tensor, Tensor]:
-    """Row and sign-pattern numbers of every position's n-grams.
-
-    tokens int64 [T], ids below 2^16; segment_starts bool [T], where position 0 counts as a start. Returns (rows, signs), both
-    int64 [C, T] for C channels. The n-gram at t ends with tokens[t] and reads nothing before its segment. Exact integers.
-    """
+    """tokens int64 [T] below 2^16, segment_starts bool [T], position 0 counting as one -> row and sign-pattern numbers,
+    both int64 [C, T], of the n-grams that end at each position and read nothing before its segment. Exact integers."""
     history, rows, signs = predecessors(segment_starts), [], []
     for order, low, high, modulus, row_factors, sign_factors in config.channels:
         row_hash, sign_hash = torch.zeros_like(tokens), torch.zeros_like(tokens)
@@ -952,7 +915,7 @@ def ngram_addresses(tokens: Tensor, segment_starts: Tensor, config) -> tuple[Ten
 
 
 def sign_pool(config, dtype: torch.dtype) -> Tensor:
-    """[signs, ngram_row_dim] of +-1, the same on every rank, world size and seed; a single pattern of +1 where signs is 0."""
+    """[signs, ngram_row_dim] of +-1, the same for every rank, world and seed; one pattern of +1 where signs is 0."""
     if config.ngram_signs == 0:
         return torch.ones(1, config.ngram_row_dim, dtype=dtype)
     generator = torch.Generator().manual_seed(SIGN_POOL_SEED)
@@ -961,50 +924,42 @@ def sign_pool(config, dtype: torch.dtype) -> Tensor:
 
 
 def sort_unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [n] below 2^31 -> (sorted unique ids, int64 [n] index of each id among them).
-
-    One in-place sort of (id, position) packed in 64 bits: numpy sorts that several times faster than np.unique would.
-    """
+    """int64 [n] below 2^31 -> (sorted unique ids, int64 [n] index of each id among them). One in-place sort of (id,
+    position) packed in 64 bits: several times faster than np.unique."""
     packed = ids << 32 | np.arange(len(ids))
     packed.sort()
     order, ids = packed & 0xFFFFFFFF, packed >> 32
-    first = np.ones(len(ids), bool)
-    first[1:] = ids[1:] != ids[:-1]
+    first = np.diff(ids, prepend=-1) > 0
     slots = np.empty(len(ids), np.int64)
     slots[order] = np.cumsum(first) - 1
     return ids[first], slots
 
 
 def zeros_where_touched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on the CPU take memory only in the pages that are touched, so that a table may exceed the machine's."""
+    """Zeros that on the CPU take memory only in pages that are touched, so that a table may exceed the machine's."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
     no_reserve = {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0)  # mmap names MAP_NORESERVE from Python 3.13 on
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages refuses, and needs no telling
-            pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would take 2 MiB for a row of 1.5 KiB
+    with suppress(AttributeError, OSError):  # where there are no huge pages; one would take 2 MiB for a row of 1.5 KiB
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def row_second_moment(grads: Tensor, second: Tensor, last: Tensor, update: int, beta2: float) -> Tensor:
-    """The touched rows' new second moments: what a row owes for the updates it missed is paid, then its gradient comes in.
-
-    grads float32 [n, dim]; second float32 [n], a running mean of the rows' mean squares; last int32 [n], the update (from 1) at
-    which the row was last touched, 0 for never; update, this one's number.
-    """
-    owed = torch.pow(beta2, (update - last).double()).float()  # torch's float32 powers differ by a row's place in the tensor
+    """grads float32 [n, dim]; second float32 [n], running means of the rows' mean squares; last int32 [n], the update
+    (from 1) that last touched a row, 0 for none; update, this one's number -> the new `second`, which decays for each
+    update that a row missed too."""
+    owed = torch.pow(beta2, (update - last).double()).float()  # float32 powers differ by a row's place in the tensor
     mean_square = torch.linalg.vector_norm(grads, dim=1).square() / grads.shape[1]
     return torch.addcmul(mean_square * (1 - beta2), owed, second)
 
 
-def row_adam_update(rows: Tensor, grads: Tensor, second: Tensor, update: int, lr: float, beta2: float, wd: float) -> Tensor:
-    """Adam with beta1 = 0 for the touched rows of a table. Returns the rows, float32 [n, dim], in place.
-
-    second is row_second_moment's result. Decay acts only on elements whose update and weight have the same sign. An
-    untouched row does not move, so that this equals the eager rule over the whole table.
-    """
+def row_adam_update(rows: Tensor, grads: Tensor, second: Tensor, update: int, lr: float, beta2: float,
+                    wd: float) -> Tensor:
+    """Adam with beta1 = 0 for touched rows, float32 [n, dim], in place; `second` as row_second_moment returns it. Decay
+    acts only where update and weight have one sign. Equals the eager rule: there an untouched row does not move."""
     step_size = lr * math.sqrt(1 - beta2**update) / (second.sqrt() + ADAM_EPS)
     change = grads * step_size.view(len(grads), -1)
     if wd:
@@ -1012,43 +967,45 @@ def row_adam_update(rows: Tensor, grads: Tensor, second: Tensor, update: int, lr
     return rows.sub_(change)
 
 
-# What the CPU does to the rows. Tensor operations would move each temporary through memory; this reads and writes each row once. Every
-# function takes its thread's part [first, last): of the tokens to read, of the rows of the gradient (each sums its reads in their order,
-# so that nothing depends on the number of threads), of the rows to update. ROW is float32 or bfloat16.
+# What the CPU does to the rows, each read and written once, where tensor operations would move temporaries through
+# memory. A thread takes the part [first, last): of the tokens to read, of the rows of the gradient (each sums its reads
+# in their order, so that nothing depends on the number of threads), of the rows to update. ROW: float32 or bfloat16.
 TABLE_LOOPS = r"""
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 using i64 = int64_t;
-struct bfloat16 { uint16_t bits; };
 using float32 = float;
+struct bfloat16 { uint16_t bits; };
 static inline float widen(float x) { return x; }
-static inline float widen(bfloat16 x) { uint32_t bits = uint32_t(x.bits) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+static inline float widen(bfloat16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16; float y; std::memcpy(&y, &bits, 4); return y;
+}
 static inline void store(float* to, float x) { *to = x; }
 static inline void store(bfloat16* to, float x) {  // rounds to nearest even
     uint32_t bits; std::memcpy(&bits, &x, 4);
     to->bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
 }
-template <class T> static inline void prefetch(const T* row, i64 dim) {  // so that its one or two pages are looked up early
+template <class T> static inline void prefetch(const T* row, i64 dim) {  // its one or two pages are looked up early
     __builtin_prefetch(row), __builtin_prefetch(row + dim - 1);
 }
+template <class T> static inline void add(float* sum, bool fresh, const T* row, const int8_t* sign, i64 dim) {
+    if (fresh) for (i64 d = 0; d < dim; d++) sum[d] = widen(row[d]) * sign[d];
+    else for (i64 d = 0; d < dim; d++) sum[d] += widen(row[d]) * sign[d];
+}
 
-extern "C" void read(i64 first, i64 last, i64 channels, i64 tokens, i64 dim, const ROW* rows, const int8_t* pool, const i64* at,
-                     const i64* signs, float* out) {
+extern "C" void read(i64 first, i64 last, i64 channels, i64 tokens, i64 dim, const ROW* rows, const int8_t* pool,
+                     const i64* at, const i64* signs, float* out) {
     for (i64 t = first; t < last; t++) for (i64 k = t; k < channels * tokens; k += tokens) {
         if (t + 2 < last) prefetch(rows + at[k + 2] * dim, dim);
-        const ROW* row = rows + at[k] * dim;
-        const int8_t* sign = pool + signs[k] * dim;
-        float* sum = out + t * dim;
-        if (k == t) for (i64 d = 0; d < dim; d++) sum[d] = widen(row[d]) * sign[d];
-        else for (i64 d = 0; d < dim; d++) sum[d] += widen(row[d]) * sign[d];
+        add(out + t * dim, k == t, rows + at[k] * dim, pool + signs[k] * dim, dim);
     }
 }
 
-extern "C" void add_grad(i64 first, i64 last, i64 channels, i64 tokens, i64 dim, i64 fresh, float* grads, const float* read_grad,
-                         const int8_t* pool, const i64* slots, const i64* signs) {
-    std::vector<i64> ends(last - first + 1), reads;  // a counting sort: the reads of row first + i end up at [ends[i - 1], ends[i])
+extern "C" void add_grad(i64 first, i64 last, i64 channels, i64 tokens, i64 dim, i64 fresh, float* grads,
+                         const float* read_grad, const int8_t* pool, const i64* slots, const i64* signs) {
+    std::vector<i64> ends(last - first + 1), reads;  // a counting sort: row first + i is read at [ends[i - 1], ends[i])
     auto mine = [&](i64 k) { return first <= slots[k] && slots[k] < last; };
     for (i64 k = 0; k < channels * tokens; k++) if (mine(k)) ends[slots[k] - first + 1]++;
     for (i64 i = 0; i < last - first; i++) ends[i + 1] += ends[i];
@@ -1059,20 +1016,19 @@ extern "C" void add_grad(i64 first, i64 last, i64 channels, i64 tokens, i64 dim,
         bool assign = fresh;
         for (; r < ends[i]; r++, assign = false) {
             if (r + 2 < ends.back()) prefetch(read_grad + reads[r + 2] % tokens * dim, dim);
-            const float* g = read_grad + reads[r] % tokens * dim;
-            const int8_t* sign = pool + signs[reads[r]] * dim;
-            if (assign) for (i64 d = 0; d < dim; d++) grad[d] = g[d] * sign[d];
-            else for (i64 d = 0; d < dim; d++) grad[d] += g[d] * sign[d];
+            add(grad, assign, read_grad + reads[r] % tokens * dim, pool + signs[reads[r]] * dim, dim);
         }
         if (assign) std::memset(grad, 0, dim * sizeof(float));
     }
 }
 
-extern "C" void update(i64 first, i64 last, i64 dim, i64 number, double step_size, double beta2, double eps, double decay,
-                       ROW* rows, const i64* ids, const float* grads, float* second, int32_t* touched) {
+extern "C" void update(i64 first, i64 last, i64 dim, i64 number, double step_size, double beta2, double eps,
+                       double decay, ROW* rows, const i64* ids, const float* grads, float* second, int32_t* touched) {
     for (i64 i = first; i < last; i++) {
-        if (i64 ahead = i + 2; ahead < last)
-            prefetch(rows + ids[ahead] * dim, dim), __builtin_prefetch(second + ids[ahead]), __builtin_prefetch(touched + ids[ahead]);
+        if (i64 ahead = i + 2; ahead < last) {
+            prefetch(rows + ids[ahead] * dim, dim);
+            __builtin_prefetch(second + ids[ahead]), __builtin_prefetch(touched + ids[ahead]);
+        }
         ROW* row = rows + ids[i] * dim;
         const float* g = grads + i * dim;
         float owed = std::pow(beta2, double(number - touched[ids[i]])), square = 0;
@@ -1091,36 +1047,35 @@ extern "C" void update(i64 first, i64 last, i64 dim, i64 number, double step_siz
 
 
 class TableLoops:
-    """TABLE_LOOPS compiled for rows of one type and this processor, kept in __pycache__; runs on as many threads as torch.
-
-    The library's name holds a hash of the source, the options and all that the compiler says of itself and the processor. Raises UserError
-    where there is no compiler, it fails, or the library cannot be kept.
-    """
+    """TABLE_LOOPS compiled for rows of one type and this processor, on as many threads as torch's; kept in __pycache__
+    under a hash of source, options and all that the compiler says of itself and the processor. Raises UserError."""
 
     def __init__(self, dtype: str):
-        command = ["c++", "-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", f"-DROW={dtype}", "-x", "c++", "-"]
+        command = ["c++", "-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", f"-DROW={dtype}",
+                   "-x", "c++", "-"]
+        compiler = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
         try:
-            known = subprocess.run([*command, "-dM", "-E"], input="", capture_output=True, text=True, check=True).stdout
+            known = compiler([*command, "-dM", "-E"], input="").stdout
             key = hashlib.sha256("\0".join((TABLE_LOOPS, known, *command)).encode()).hexdigest()[:16]
             library = Path(__file__).resolve().parent / "__pycache__" / f"table_loops_{key}.so"
             if not library.exists():
                 library.parent.mkdir(exist_ok=True)
                 part = library.with_suffix(f".{os.getpid()}.part")
-                subprocess.run([*command, "-o", part], input=TABLE_LOOPS, capture_output=True, text=True, check=True)
+                compiler([*command, "-o", part], input=TABLE_LOOPS)
                 part.replace(library)
             self.library = ctypes.CDLL(str(library))
         except subprocess.CalledProcessError as error:
             raise UserError(f"c++ failed: {next(iter(error.stderr.strip().splitlines()), error)}") from None
-        except FileNotFoundError:
-            raise UserError("there is no C++ compiler, `c++`") from None
         except OSError as error:
-            raise UserError(str(error)) from None
+            missing = isinstance(error, FileNotFoundError)
+            raise UserError("there is no C++ compiler, `c++`" if missing else str(error)) from None
         self.threads = torch.get_num_threads()
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="table")
 
     def __call__(self, name: str, count: int, *arguments) -> None:
         """Run function `name` over [0, count) with the contiguous tensors, whole numbers and floats that it takes."""
-        kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double, Tensor: lambda t: ctypes.c_void_p(t.data_ptr())}
+        kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double,
+                 Tensor: lambda t: ctypes.c_void_p(t.data_ptr())}
         values = [kinds[type(argument)](argument) for argument in arguments]
         cuts = [ctypes.c_int64(count * i // self.threads) for i in range(self.threads + 1)]
         function = getattr(self.library, name)
@@ -1129,61 +1084,53 @@ class TableLoops:
 
 def exchange_rows(send: Tensor, send_counts: list[int], recv_counts: list[int], pieces: int, world: World,
                   group: dist.ProcessGroup | None = None) -> Tensor:
-    """All-to-all of rows. send [sum(send_counts), ...] lies grouped by receiver; returns [sum(recv_counts), ...] by sender.
-
-    `pieces`, equal on all ranks, cuts wide rows by columns so that no message exceeds what a backend can count in 32 bits.
-    """
+    """All-to-all of rows: [sum(send_counts), ...] grouped by receiver -> [sum(recv_counts), ...] by sender. `pieces`,
+    equal on all ranks, cuts rows by columns, so that no message exceeds what a backend counts in 32 bits."""
     if world.size == 1:  # nothing to send
         return send
     received = send.new_empty(sum(recv_counts), *send.shape[1:])
     if pieces == 1:
         dist.all_to_all_single(received, send, recv_counts, send_counts, group=group)
         return received
-    for columns in torch.arange(send.shape[1]).tensor_split(pieces):
-        cut = slice(int(columns[0]), int(columns[-1]) + 1)
-        part = received.new_empty(received.shape[0], len(columns))
-        dist.all_to_all_single(part, send[:, cut].contiguous(), recv_counts, send_counts, group=group)
-        received[:, cut] = part
+    for to, part in zip(received.tensor_split(pieces, 1), send.tensor_split(pieces, 1)):
+        to.copy_(exchange_rows(part.contiguous(), send_counts, recv_counts, 1, world, group))
     return received
 
 
 @dataclass
 class Cycle:
-    """What one rank must know to read the table for the U steps of an update cycle, and to serve and update its shard.
-
-    Made ahead on the CPU from tokens alone. Row numbers within a shard are local; "served" rows lie grouped by asking rank,
-    each group sorted; T is the rank's tokens a step, padding included, and C the rows that a token reads.
-    """
+    """What a rank must know to read the table for the U steps of an update cycle, and to serve and update its shard.
+    Made from tokens alone. T: the rank's tokens a step, padding included; C: rows that a token reads."""
     slots: Tensor  # int64 [U, C, T]: index of each read among the rank's own unique rows of the cycle
     reads: Tensor  # int64 [U, C, T]: index of each read in what `fetch` returns
     signs: Tensor  # int64 [U, C, T]
     asked: int  # the rank's unique rows of the cycle
     ask_counts: list[int]  # [W]: unique rows this rank reads from each owner
     serve_counts: list[int]  # [W]: rows each rank reads from this one
-    served: Tensor  # int64 [sum(serve_counts)]
-    owned: Tensor | np.ndarray  # int64 [u]: sorted unique of `served`; an array, which no copy to a device takes along, for HostRows
+    served: Tensor  # int64 [sum(serve_counts)]: rows of the shard, grouped by asking rank, each group sorted
+    owned: Tensor | np.ndarray  # int64 [u]: sorted unique of `served`; an array, which to_device leaves, for HostRows
     owned_slots: Tensor  # int64 [sum(serve_counts)]: index of each served row in `owned`
     pieces: int  # messages that a rank's rows are sent in
 
 
 class NgramTable:
-    """A rank's shard of the table with the state of its row-sparse Adam, and the exchange of rows with the other ranks."""
+    """A rank's shard of the table with the state of its row-sparse Adam, and the exchange of rows with other ranks. The
+    loader's thread plans, on the CPU; the training thread reads and updates."""
+    PART_ROWS = 1 << 19  # of a checkpoint's file; bounds what a rank holds besides
 
     def __init__(self, config: Config, world: World):
-        self.config, self.world = config, world
-        # The CPU's loops sum in float32.
-        self.read_dtype = torch.float32 if world.device.type == "cpu" else getattr(torch, config.dtype)
+        self.config, self.world, on_cpu = config, world, world.device.type == "cpu"
+        self.read_dtype = torch.float32 if on_cpu else getattr(torch, config.dtype)  # the CPU's loops sum in float32
         self.first_row, last_row = world.part(config.ngram_rows)
-        num_rows = last_row - self.first_row
         self.owner_ends = np.array([world.part(config.ngram_rows, rank)[1] for rank in range(world.size)])
-        # Blocks keep temporaries near the CPU (8 MB; 1 MB is slower, since index_add_ runs in parallel only on long blocks);
-        # a GPU wants few launches.
-        self.block = max(1, (1 << 21) // config.ngram_row_dim) if world.device.type == "cpu" else 1 << 15
+        # Blocks keep temporaries near the CPU (8 MB; 1 MB is slower, since index_add_ runs in parallel only on long
+        # blocks); a GPU wants few launches.
+        self.block = max(1, (1 << 21) // config.ngram_row_dim) if on_cpu else 1 << 15
         self.max_message_bytes = MAX_MESSAGE_BYTES
         place = torch.device("cpu") if config.ngram_device == "cpu" else world.device
-        self.rows = zeros_where_touched((num_rows, config.ngram_row_dim), getattr(torch, config.ngram_dtype), place)
-        self.second = zeros_where_touched((num_rows,), torch.float32, place)
-        self.last = zeros_where_touched((num_rows,), torch.int32, place)
+        self.rows, self.second, self.last = (
+            zeros_where_touched((last_row - self.first_row, *width), dtype, place) for width, dtype in (
+                ((config.ngram_row_dim,), getattr(torch, config.ngram_dtype)), ((), torch.float32), ((), torch.int32)))
         self.pool = sign_pool(config, torch.int8).to(world.device)
         self.updates, self.loops, self.slow_because = 0, None, ""
         if place.type == "cpu":
@@ -1192,8 +1139,6 @@ class NgramTable:
             except UserError as error:
                 self.slow_because = str(error)
         self.host = HostRows(self) if config.ngram_device == "cpu" else None
-
-    # -- planning: in the loader's thread, on the CPU ---------------------------------------------------------------
 
     def addresses(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """ngram_addresses of the tokens. A seam: a variant may address other things, or more rows a position."""
@@ -1206,88 +1151,86 @@ class NgramTable:
 
     def route(self, rows: Tensor, signs: Tensor, group: dist.ProcessGroup | None = None) -> Cycle:
         """rows, signs int64 [U, C, T] -> Cycle. Sorts, and lets every owner know what is asked of it."""
+        world, width = self.world, self.config.ngram_row_dim
         asked, slots = sort_unique(rows.flatten().numpy())
-        ends = np.searchsorted(asked, self.owner_ends)
-        ask_counts = torch.from_numpy(np.diff(ends, prepend=0))
-        counts = torch.empty(self.world.size**2, dtype=torch.int64)
+        ask_counts = torch.from_numpy(np.diff(np.searchsorted(asked, self.owner_ends), prepend=0))
+        counts = torch.empty(world.size**2, dtype=torch.int64)
         dist.all_gather_single(counts, ask_counts, group=group)
-        counts = counts.view(self.world.size, self.world.size)  # [asking rank, owner]
-        serve_counts = counts[:, self.world.rank].tolist()
-        served = exchange_rows(torch.from_numpy(asked), ask_counts.tolist(), serve_counts, 1, self.world, group) - self.first_row
+        counts = counts.view(world.size, world.size)  # [asking rank, owner]
+        ask_counts, serve_counts = ask_counts.tolist(), counts[:, world.rank].tolist()
+        served = exchange_rows(torch.from_numpy(asked), ask_counts, serve_counts, 1, world, group) - self.first_row
         owned, owned_slots = sort_unique(served.numpy())
-        heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * self.config.ngram_row_dim * 4
+        heaviest = int(torch.maximum(counts.sum(0), counts.sum(1)).max()) * width * 4
         slots = torch.from_numpy(slots).view(rows.shape)
-        from_shard = self.world.size == 1 and not self.host  # see fetch
-        return Cycle(slots, rows if from_shard else slots, signs, len(asked), ask_counts.tolist(), serve_counts, served,
+        from_shard = world.size == 1 and not self.host  # see fetch
+        return Cycle(slots, rows if from_shard else slots, signs, len(asked), ask_counts, serve_counts, served,
                      owned if self.host else torch.from_numpy(owned), torch.from_numpy(owned_slots),
-                     pieces=min(self.config.ngram_row_dim, max(1, -(-heaviest // self.max_message_bytes))))
-
-    # -- reading and updating: in the training thread -------------------------------------------------------------------
+                     pieces=min(width, max(1, -(-heaviest // self.max_message_bytes))))
 
     def fetch(self, cycle: Cycle, waiting=nullcontext()) -> Tensor:
-        """The rank's unique rows of a cycle, [n, dim] in the table's type, from their owners. A collective.
-
-        In a world of one, beside the model, the shard itself: no row of it changes before the cycle's last read. `waiting` is held
-        while rows in host memory are awaited.
-        """
+        """The rank's unique rows of a cycle, [n, dim] in the table's type, from their owners; in a world of one, beside
+        the model, the shard itself: no row of it changes before the cycle's last read. A collective. `waiting` is held
+        while rows in host memory are awaited."""
         rows, numbers = (self.host.fetch(cycle, waiting), cycle.owned_slots) if self.host else (self.rows, cycle.served)
         if self.world.size == 1:
             return rows
-        return exchange_rows(rows.index_select(0, numbers), cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
+        rows = rows.index_select(0, numbers)
+        return exchange_rows(rows, cycle.serve_counts, cycle.ask_counts, cycle.pieces, self.world)
+
+    def blocks(self, count: int) -> list[slice]:
+        """Parts of [0, count) that keep temporaries small."""
+        return [slice(low, low + self.block) for low in range(0, count, self.block)]
 
     def read(self, fetched: Tensor, reads: Tensor, signs: Tensor) -> Tensor:
-        """reads (rows of `fetched`), signs int64 [C, T] -> e [T, dim]: at each position the sum of its signed rows. A seam."""
+        """reads (rows of `fetched`), signs int64 [C, T] -> e [T, dim]: each position's sum of signed rows. A seam."""
         out = torch.empty(reads.shape[1], fetched.shape[1], dtype=self.read_dtype, device=fetched.device)
         if self.loops and not out.is_cuda:
-            self.loops("read", len(out), *reads.shape, out.shape[1], fetched, self.pool, reads.contiguous(), signs.contiguous(), out)
+            self.loops("read", len(out), *reads.shape, out.shape[1], fetched, self.pool, reads.contiguous(),
+                       signs.contiguous(), out)
             return out
-        for low in range(0, len(out), self.block):
-            part = out[low:low + self.block]
-            for order, (read, sign) in enumerate(zip(reads[:, low:low + self.block], signs[:, low:low + self.block])):
+        for cut in self.blocks(len(out)):
+            for order, (read, sign) in enumerate(zip(reads[:, cut], signs[:, cut])):
                 signed = fetched.index_select(0, read).mul_(self.pool.index_select(0, sign))  # exact in any type: +-1
-                (part.add_ if order else part.copy_)(signed)
+                (out[cut].add_ if order else out[cut].copy_)(signed)
         return out
 
     def add_grad(self, grads: Tensor, slots: Tensor, signs: Tensor, read_grad: Tensor, fresh: bool) -> None:
-        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the cycle's rows; on the CPU in a fixed order of summation. A seam.
-
-        With `fresh` what grads held before counts as zeros.
-        """
+        """Add d loss / d e [T, dim] to grads float32 [n, dim] of the cycle's rows, whose content counts as zeros with
+        `fresh`; on the CPU in a fixed order of summation. A seam."""
         read_grad = read_grad.float()
         if self.loops and not grads.is_cuda:
-            self.loops("add_grad", len(grads), *slots.shape, grads.shape[1], fresh, grads, read_grad.contiguous(), self.pool,
-                       slots.contiguous(), signs.contiguous())
+            self.loops("add_grad", len(grads), *slots.shape, grads.shape[1], fresh, grads, read_grad.contiguous(),
+                       self.pool, slots.contiguous(), signs.contiguous())
             return
         if fresh:
             grads.zero_()
-        for low in range(0, len(read_grad), self.block):
-            cut = slice(low, low + self.block)
-            for slot, sign in zip(slots, signs):
-                grads.index_add_(0, slot[cut], read_grad[cut] * self.pool.index_select(0, sign[cut]))
+        for cut in self.blocks(len(read_grad)):
+            for slot, sign in zip(slots[:, cut], signs[:, cut]):
+                grads.index_add_(0, slot, read_grad[cut] * self.pool.index_select(0, sign))
 
     def update(self, cycle: Cycle, grads: Tensor, lr: float) -> None:
-        """Send the rows' gradients to their owners, sum them rank by rank, and update the owned rows. A collective."""
+        """Send the rows' gradients to their owners, sum them rank by rank, update the owned rows. A collective."""
         self.updates += 1
-        received = exchange_rows(grads, cycle.ask_counts, cycle.serve_counts, cycle.pieces, self.world)
-        summed = received  # in the order of `owned` already where it comes from one rank alone
-        if sum(count > 0 for count in cycle.serve_counts) > 1:
-            summed = torch.zeros(len(cycle.owned), grads.shape[1], device=grads.device).index_add_(0, cycle.owned_slots, received)
-        (self.host.update if self.host else self.update_rows)(cycle.owned, summed, self.updates, lr)
+        grads = exchange_rows(grads, cycle.ask_counts, cycle.serve_counts, cycle.pieces, self.world)
+        if sum(count > 0 for count in cycle.serve_counts) > 1:  # those of one rank are in the order of `owned` already
+            summed = torch.zeros(len(cycle.owned), grads.shape[1], device=grads.device)
+            grads = summed.index_add_(0, cycle.owned_slots, grads)
+        (self.host.update if self.host else self.update_rows)(cycle.owned, grads, self.updates, lr)
 
     def update_rows(self, ids: Tensor, grads: Tensor, update: int, lr: float) -> None:
-        """The rule, for rows `ids` int64 [n] of the shard with gradients float32 [n, dim], where the rows lie. A seam; each row by itself."""
-        config, beta2 = self.config, self.config.ngram_beta2
+        """The rule for rows `ids` int64 [n] of the shard, each by itself, with grads float32 [n, dim]. A seam."""
+        beta2, wd = self.config.ngram_beta2, self.config.ngram_wd
         if self.loops:
-            step_size = lr * math.sqrt(1 - beta2**update)
-            self.loops("update", len(ids), grads.shape[1], update, step_size, beta2, ADAM_EPS, lr * config.ngram_wd, self.rows, ids, grads,
-                       self.second, self.last)
+            self.loops("update", len(ids), grads.shape[1], update, lr * math.sqrt(1 - beta2**update), beta2, ADAM_EPS,
+                       lr * wd, self.rows, ids, grads, self.second, self.last)
             return
-        second = row_second_moment(grads, self.second.index_select(0, ids), self.last.index_select(0, ids), update, beta2)
+        second, last = self.second.index_select(0, ids), self.last.index_select(0, ids)
+        second = row_second_moment(grads, second, last, update, beta2)
         self.second.index_copy_(0, ids, second)
         self.last.index_fill_(0, ids, update)
-        for low in range(0, len(ids), self.block):
-            cut = slice(low, low + self.block)
-            rows = row_adam_update(self.rows.index_select(0, ids[cut]).float(), grads[cut], second[cut], update, lr, beta2, config.ngram_wd)
+        for cut in self.blocks(len(ids)):
+            rows = self.rows.index_select(0, ids[cut]).float()
+            row_adam_update(rows, grads[cut], second[cut], update, lr, beta2, wd)
             self.rows.index_copy_(0, ids[cut], rows.to(self.rows.dtype))
 
     def wait(self) -> None:
@@ -1302,56 +1245,38 @@ class NgramTable:
             state.index_fill_(0, torch.as_tensor(ids).to(state.device), 0)
         self.updates = 0
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
-
-    PART_ROWS = 1 << 19  # a file: bounds what a rank holds besides
-
     def saved_parts(self):
-        """Yield all touched rows with their state as dicts of CPU tensors, in order, some at a time; "ids" count over all ranks."""
+        """Yield touched rows and their state as dicts of CPU tensors, some at a time; "ids" count over all ranks."""
         self.wait()
         for ids in self.last.nonzero().squeeze(1).split(self.PART_ROWS):
-            yield {"ids": (ids + self.first_row).cpu(), "rows": self.rows[ids].cpu(), "second": self.second[ids].cpu(),
-                   "last": self.last[ids].cpu()}
+            state = {name: getattr(self, name)[ids].cpu() for name in ("rows", "second", "last")}
+            yield {"ids": (ids + self.first_row).cpu()} | state
 
     def load_part(self, part: dict) -> None:
         """Take from a part, which any rank of any world may have saved, the rows that are this rank's."""
-        low, high = torch.searchsorted(part["ids"], torch.tensor((self.first_row, self.first_row + len(self.rows)))).tolist()
+        bounds = torch.tensor((self.first_row, self.first_row + len(self.rows)))
+        low, high = torch.searchsorted(part["ids"], bounds).tolist()
         ids = (part["ids"][low:high] - self.first_row).to(self.rows.device)
         for name in ("rows", "second", "last"):
             getattr(self, name)[ids] = part[name][low:high].to(self.rows.device)
 
 
-def staging_buffer(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n, columns] of host memory, at most STAGING_BYTES or a row; page-locked for a GPU, which then reads and writes it by itself."""
-    shape = max(1, STAGING_BYTES // (columns * dtype.itemsize)), columns
-    if device.type != "cuda":
-        return torch.empty(shape, dtype=dtype)
-    try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError as error:
-        raise UserError(f"--ngram_device=cpu: found no page-locked memory ({str(error).splitlines()[0]}), expected {STAGING_BYTES >> 20} MiB a "
-                        f"buffer, two a rank; raise the limit on locked memory (`ulimit -l`, or the container's), or leave the table on the GPU") from None
-
-
 class InOrder:
-    """One thread for calls that must follow each other. After a call that failed none is made, and whoever waits for one learns why."""
+    """A thread for calls that must follow each other. After one that failed none is made; whoever waits learns why."""
 
     def __init__(self, name: str, prepare=None):
-        self.pool, self.latest = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=prepare), None
-        self.worked_s = 0.0
+        self.pool, self.latest, self.worked_s = ThreadPoolExecutor(1, name, prepare), None, 0.0
 
     def __call__(self, action, *arguments) -> Future:
-        before = self.latest
-
-        def act():
-            if before:
-                before.result()
-            began = time.perf_counter()
-            action(*arguments)
-            self.worked_s += time.perf_counter() - began
-
-        self.latest = self.pool.submit(act)
+        self.latest = self.pool.submit(self.act, self.latest, action, *arguments)
         return self.latest
+
+    def act(self, before: Future | None, action, *arguments) -> None:
+        if before:
+            before.result()
+        began = time.perf_counter()
+        action(*arguments)
+        self.worked_s += time.perf_counter() - began
 
     def wait(self) -> None:
         """For all calls so far."""
@@ -1359,54 +1284,62 @@ class InOrder:
             self.latest.result()
 
 
+def staging_buffer(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[n, columns] of host memory, at most STAGING_BYTES or a row; page-locked for a GPU, which copies by itself."""
+    shape = max(1, STAGING_BYTES // (columns * dtype.itemsize)), columns
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    except RuntimeError as error:
+        raise UserError(f"--ngram_device=cpu: found no page-locked memory ({str(error).splitlines()[0]}), expected "
+                        f"{STAGING_BYTES >> 20} MiB a buffer, two a rank; raise the limit (`ulimit -l`, or the "
+                        f"container's), or leave the table on the GPU") from None
+
+
 @dataclass
 class Ahead:
-    """A cycle's rows on their way to the device. `rows`, `late` and `changing` are the host thread's until `ready` is done."""
+    """A cycle's rows on their way to the device. late, changing, rows are the host thread's until `ready` is done."""
     owned: np.ndarray  # int64 [u], the cycle's
-    before: np.ndarray | None = None  # `owned` of the cycle whose update comes first, where somebody looked ahead
-    late: np.ndarray | None = None  # places in `owned` of the rows that this update changes
-    pending: bool = True  # whether these are still to be brought
-    changing: np.ndarray | None = None  # places of the same rows in `before`
+    before: np.ndarray | None = None  # `owned` of the cycle whose update comes first
+    late: np.ndarray | None = None  # bool [u]: this update changes the row, which is brought after it
+    changing: np.ndarray | None = None  # bool, the same rows in `before`
     rows: Tensor | None = None  # [u, dim] on the device
-    ready: Future | None = None
+    ready: Future | None = None  # set once the last of the rows are under way
 
 
 class HostRows:
-    """The way between a table in host memory (--ngram_device=cpu) and the device that trains: one thread, which does everything in order.
+    """The way between a table in host memory (--ngram_device=cpu) and the device: one thread does everything in order.
 
-    While a cycle computes, the rows of the next that it leaves alone go to the device. When its gradients come back, the rows that both
-    read are updated first, and follow; the others are updated beside the next cycle's computing. So no row is read before its update, and
-    what the device reads is, bit for bit, what it would read from a table of its own. All passes through two page-locked buffers, and each
-    row lies with the one rank that owns it.
+    While a cycle computes, those rows of the next that its update leaves alone go to the device. Of its update the rows
+    that both read come first, and follow; the others change beside the next cycle's computing. So no row is read before
+    its update, and the device reads, bit for bit, what a table of its own would hold. All passes through two buffers.
     """
 
     def __init__(self, table: NgramTable):
-        self.table, self.device, dim = table, table.world.device, table.rows.shape[1]
-        self.staged_rows = staging_buffer(dim, table.rows.dtype, self.device)
-        self.staged_grads = staging_buffer(dim, torch.float32, self.device)
+        self.table, self.device, self.ahead, dim = table, table.world.device, None, table.rows.shape[1]
+        self.staged_rows, self.staged_grads = (staging_buffer(dim, dtype, self.device)
+                                               for dtype in (table.rows.dtype, torch.float32))
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.thread = InOrder("host rows", lambda: self.stream and torch.cuda.set_stream(self.stream))
-        self.ahead = None
 
     def look_ahead(self, current: Cycle, upcoming: Cycle) -> None:
         """Begin to bring the rows of the cycle that follows the current one's update."""
-        ahead, changed = Ahead(upcoming.owned, current.owned), current.owned
+        self.ahead = ahead = Ahead(upcoming.owned, current.owned)
 
         def bring_early():
-            _, ahead.late, ahead.changing = np.intersect1d(ahead.owned, changed, assume_unique=True, return_indices=True)
-            self.bring(ahead, np.delete(np.arange(len(ahead.owned)), ahead.late))
+            ahead.late = np.isin(ahead.owned, ahead.before, assume_unique=True)
+            ahead.changing = np.isin(ahead.before, ahead.owned, assume_unique=True)
+            self.bring(ahead, ~ahead.late)
 
-        self.ahead, ahead.ready = ahead, self.thread(bring_early)
+        self.thread(bring_early)
 
     def fetch(self, cycle: Cycle, waiting) -> Tensor:
         """[u, dim] on the device: the cycle's `owned` rows as the last update left them."""
         ahead = self.ahead
-        if ahead and ahead.owned is cycle.owned:
+        if ahead and ahead.owned is cycle.owned and ahead.ready:
             self.ahead = None
         else:  # nobody looked ahead
-            ahead = Ahead(cycle.owned, late=np.arange(len(cycle.owned)))
-        if ahead.pending:
-            ahead.ready = self.thread(lambda: self.bring(ahead, ahead.late))
+            ahead = Ahead(cycle.owned)
+            ahead.ready = self.thread(self.bring, ahead, np.ones(len(ahead.owned), bool))
         with waiting:
             ahead.ready.result()
         if self.stream:
@@ -1415,40 +1348,39 @@ class HostRows:
 
     def update(self, owned: np.ndarray, grads: Tensor, update: int, lr: float) -> None:
         """Begin to update the rows `owned` with the gradients of their losses, float32 [u, dim] on the device."""
-        ahead = self.ahead
-        if ahead and not (ahead.pending and ahead.before is owned):  # what was brought is stale now
+        ahead, done = self.ahead, self.stream and torch.cuda.current_stream().record_event()
+        if ahead and (ahead.ready or ahead.before is not owned):  # what was brought is stale now
             ahead = self.ahead = None
-        done = self.stream and torch.cuda.current_stream().record_event()
 
         def update_common():
             self.change(owned, ahead.changing, grads, done, update, lr)
             self.bring(ahead, ahead.late)
 
         def update_others():
-            places = np.arange(len(owned))
-            self.change(owned, np.delete(places, ahead.changing) if ahead else places, grads, done, update, lr)
+            self.change(owned, ~ahead.changing if ahead else np.ones(len(owned), bool), grads, done, update, lr)
 
         if ahead:
-            ahead.pending, ahead.ready = False, self.thread(update_common)
+            ahead.ready = self.thread(update_common)
         self.thread(update_others)
 
-    def bring(self, ahead: Ahead, places: np.ndarray) -> None:
-        """Copy the rows at these places of `owned` to the device. In the thread; they are there when it returns."""
+    def bring(self, ahead: Ahead, which: np.ndarray) -> None:
+        """Copy these rows, bool [u], of `owned` to the device. In the thread; they are there when it returns."""
         if ahead.rows is None:  # of few sizes, so that the allocator finds a block of its own again
             size, step = len(ahead.owned), 1 << max(0, len(ahead.owned).bit_length() - 4)
-            ahead.rows = self.staged_rows.new_empty(-(-size // step) * step, self.staged_rows.shape[1], device=self.device)[:size]
-        for part in torch.from_numpy(places).split(len(self.staged_rows)):
+            shape = -(-size // step) * step, self.staged_rows.shape[1]
+            ahead.rows = self.staged_rows.new_empty(shape, device=self.device)[:size]
+        for part in torch.from_numpy(np.flatnonzero(which)).split(len(self.staged_rows)):
             ids = torch.from_numpy(ahead.owned)[part]
             rows = torch.index_select(self.table.rows, 0, ids, out=self.staged_rows[:len(part)])
             ahead.rows.index_copy_(0, part.to(self.device), rows.to(self.device))
         if self.stream:
             self.stream.synchronize()
 
-    def change(self, owned: np.ndarray, places: np.ndarray, grads: Tensor, done, update: int, lr: float) -> None:
-        """Update the rows at these places of `owned` once `grads` are `done`. In the thread."""
+    def change(self, owned: np.ndarray, which: np.ndarray, grads: Tensor, done, update: int, lr: float) -> None:
+        """Update these rows, bool [u], of `owned` once `grads` are `done`. In the thread."""
         if self.stream:
             self.stream.wait_event(done)
-        for part in torch.from_numpy(places).split(len(self.staged_grads)):
+        for part in torch.from_numpy(np.flatnonzero(which)).split(len(self.staged_grads)):
             part_grads = self.staged_grads[:len(part)].copy_(grads.index_select(0, part.to(self.device)))
             self.table.update_rows(torch.from_numpy(owned)[part], part_grads, update, lr)
 
@@ -2668,7 +2600,11 @@ def run(config: Config, world: World, dataset: Dataset, plan: dict, stop: StopSi
             trainer, progress = Trainer(config, world, dataset, *classes[1:]), Progress()
             if trainer.table and trainer.table.slow_because:
                 log.line(f"the table's loops are not compiled ({trainer.table.slow_because}); the run is slower")
-            trainer.warm_up()
+            try:
+                trainer.warm_up()
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                raise UserError(f"--compile: found that torch cannot compile ({error.inner_exception}), expected a C++ compiler "
+                                f"(g++ on Debian) or, on a GPU, triton; install it, or use --no_compile") from error
             if resumed:
                 progress = load_checkpoint(Path(config.resume), resumed, trainer, data)
                 run_ids = resumed["run_ids"] + run_ids

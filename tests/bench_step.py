@@ -1,9 +1,10 @@
-"""Where a training step's time goes, and the share of the machine's matrix multiplication that the model reaches. Not run by the tests.
+"""Where a training step's time goes, and the share of the machine's speed that the model reaches. Not run by the tests.
 
     python tests/bench_step.py [--rounds 7] [trainer flags]
 
-FLOPs are those of the model in forward and backward, as GPT.flops_per_token counts them. They are held against two measures of what matrix multiplication allows, timed in the same rounds: the model's
-own products alone, at their own shapes, and a 2048 x 2048 product. Medians.
+FLOPs are those of the model in forward and backward, as GPT.flops_per_token counts them. They are held against two
+measures of what matrix multiplication allows, timed in the same rounds: the model's own products alone, at their own
+shapes, and a 2048 x 2048 product. Medians.
 """
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def own_products(trainer: Trainer):
 
 def parts_of_a_step(trainer: Trainer) -> dict:
     """Name -> function that does this part of a step alone."""
-    table, (batches, cycle), matrix = trainer.table, trainer.prepare(0), torch.randn(2048, 2048,
-                                                                                     dtype=trainer.model.dtype)
+    table, (batches, cycle) = trainer.table, trainer.prepare(0)
+    matrix = torch.randn(2048, 2048, dtype=trainer.model.dtype)
     batch, memory = batches[0], None
     parts = {"matmul": lambda: matrix @ matrix, "own products": own_products(trainer),
              "loader (in its thread)": lambda: trainer.prepare(0)}
@@ -65,8 +66,8 @@ def parts_of_a_step(trainer: Trainer) -> dict:
         for m, (tokens, targets, starts) in enumerate(zip(batch.tokens, batch.targets, batch.starts)):
             part = None
             if memory is not None:
-                part = memory[m * tokens.numel():(m + 1) * tokens.numel()].view(*tokens.shape,
-                                                                                -1).detach().requires_grad_()
+                part = memory[m * tokens.numel():(m + 1) * tokens.numel()]
+                part = part.view(*tokens.shape, -1).detach().requires_grad_()
             trainer.forward(tokens, starts, part, targets, **trainer.stage_inputs(0, starts)).backward()
 
     return parts | {"forward and backward": forward_and_backward,
@@ -94,11 +95,13 @@ def main() -> None:
     flops = trainer.model.flops_per_token(config.stage_list[0].windows) * config.batch_tokens
     speed = flops / seconds["forward and backward"]
     total = sum(s for name, s in seconds.items() if not name.startswith("loader"))
-    print(f"{config.layers} x {config.model_dim}, {config.batch_tokens:,} tokens a step, {torch.get_num_threads()} threads")
+    print(f"{config.layers} x {config.model_dim}, {config.batch_tokens:,} tokens a step, "
+          f"{torch.get_num_threads()} threads")
     for name, s in seconds.items():
         print(f"  {name:24}{1e3 * s:9.1f} ms{s / total:8.1%} of the step")
-    print(f"forward and backward: {own / seconds['forward and backward']:.0%} of its own products' speed, {1e3 * own:.0f} ms alone; "
-          f"{speed / 1e9:.0f} GFLOP/s, {speed / peak:.0%} of a 2048 x 2048 product's {peak / 1e9:.0f}")
+    print(f"forward and backward: {own / seconds['forward and backward']:.0%} of its own products' speed, "
+          f"{1e3 * own:.0f} ms alone; {speed / 1e9:.0f} GFLOP/s, "
+          f"{speed / peak:.0%} of a 2048 x 2048 product's {peak / 1e9:.0f}")
 
 
 if __name__ == "__main__":

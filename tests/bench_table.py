@@ -2,9 +2,10 @@
 
     python tests/bench_table.py [--rounds 7]
 
-One step is: read 16,384 tokens x 2 orders x 768, their gradient, and the update. All contenders run in turn, round after round;
-medians are printed. Every row was touched before its clock starts; first touches have a line of their own. In an environment that
-has fbgemm-gpu-cpu beside torch (1.8.0 loads beside torch 2.13.0), its table-batched embedding is timed too.
+One step is: read 16,384 tokens x 2 orders x 768, their gradient, and the update. All contenders run in turn, round
+after round; medians are printed. Every row was touched before its clock starts; first touches have a line of their own.
+In an environment that has fbgemm-gpu-cpu beside torch (1.8.0 loads beside torch 2.13.0), its table-batched embedding is
+timed too.
 """
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def reads(num_rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = []
     for order in range(ORDERS):
         span = half // (TOUCHED // ORDERS)
-        unique = order * half + torch.arange(TOUCHED // ORDERS) * span + torch.randint(0, span, (TOUCHED // ORDERS,),
-                                                                                       generator=generator)
+        unique = order * half + torch.arange(TOUCHED // ORDERS) * span
+        unique += torch.randint(0, span, unique.shape, generator=generator)
         repeats = unique[torch.randint(0, len(unique), (TOKENS - len(unique),), generator=generator)]
         rows.append(torch.cat((unique, repeats))[torch.randperm(TOKENS, generator=generator)])
     return torch.stack(rows)[None], torch.randint(0, SIGNS, (1, ORDERS, TOKENS), generator=generator)
@@ -71,8 +72,8 @@ class Embedding:
     def __init__(self, num_rows: int, sparse: bool):
         self.weight = torch.nn.Embedding(num_rows, DIM, sparse=sparse)
         parameters = list(self.weight.parameters())
-        self.optimizer = torch.optim.SparseAdam(parameters, lr=0.1) if sparse else torch.optim.Adam(parameters, lr=0.1,
-                                                                                                    fused=True)
+        self.optimizer = torch.optim.SparseAdam(parameters, lr=0.1) if sparse else \
+            torch.optim.Adam(parameters, lr=0.1, fused=True)
         self.pool = torch.randint(0, 2, (SIGNS, DIM)).float() * 2 - 1
         self.reads = [reads(num_rows, seed) for seed in range(PLANS)]
         self.grad = torch.randn(TOKENS, DIM)
@@ -86,7 +87,7 @@ class Embedding:
 
 
 class Fbgemm:
-    """fbgemm's table-batched embedding with row-wise Adagrad on the same reads, without signs, for which it has no word."""
+    """fbgemm's table-batched embedding with row-wise Adagrad on the same reads, without signs, which it lacks."""
 
     def __init__(self, num_rows: int):
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -152,18 +153,22 @@ def report(contenders: dict, first: dict, median: dict) -> None:
           f"record rows {RECORD_ROWS:,}, small {SMALL_ROWS:,}\n")
     print(f"{'':40}{'ms a step':>10}{'first touch':>13}{'  to table float32, small':>25}")
     for name, seconds in median.items():
-        print(f"{name:40}{1e3 * seconds:10.1f}{1e3 * first[name]:13.1f}{seconds / median['table float32, small']:25.2f}")
+        print(f"{name:40}{1e3 * seconds:10.1f}{1e3 * first[name]:13.1f}"
+              f"{seconds / median['table float32, small']:25.2f}")
     for dtype in ("bfloat16", "float32"):
-        print(f"record rows over small, {dtype}: {median[f'table {dtype}, record rows'] / median[f'table {dtype}, small']:.2f}")
+        ratio = median[f"table {dtype}, record rows"] / median[f"table {dtype}, small"]
+        print(f"record rows over small, {dtype}: {ratio:.2f}")
     bandwidth = copy_bandwidth()
-    print(f"\nlarge copy: {bandwidth / 1e9:.1f} GB/s read and written; the bytes each phase must move, over its time, as a share of that")
+    print(f"\nlarge copy: {bandwidth / 1e9:.1f} GB/s read and written; the bytes each phase must move, over its time, "
+          f"as a share of that")
     for dtype, size in (("bfloat16", 2), ("float32", 4)):
         row, wide, reads_ = size * DIM, 4 * DIM, TOKENS * ORDERS
         least = {"read": reads_ * 2 * row + TOKENS * wide,
                  "gradient": reads_ * row + TOKENS * wide + TOUCHED * wide, "update": TOUCHED * (2 * row + wide)}
         phases = contenders[f"table {dtype}, small"].phases
         print(f"  {dtype:9}" + "  ".join(
-            f"{phase} {1e3 * statistics.median(phases[phase]):.1f} ms {count / statistics.median(phases[phase]) / bandwidth:.0%}"
+            f"{phase} {1e3 * statistics.median(phases[phase]):.1f} ms "
+            f"{count / statistics.median(phases[phase]) / bandwidth:.0%}"
             for phase, count in least.items()))
 
 

@@ -1,10 +1,10 @@
-"""Kill a training run at random moments, resume from what is on the disk, and end where an undisturbed run ends, bit for bit.
+"""Kill a training run at random moments, resume from the disk, and end where an undisturbed run ends, bit for bit.
 
     python tests/chaos.py [--kills 20] [--ranks 1] [--seed 0]
 
-Every update cycle, of two steps, writes a checkpoint. Most kills wait for a random step, then for the next checkpoint to be begun, and then up to 20
-milliseconds; some hit a run that is only starting. All processes of the run are killed with SIGKILL. The exit status is 1 where
-anything is lost.
+Every update cycle, of two steps, writes a checkpoint. Most kills wait for a random step, then for the next checkpoint
+to be begun, and then up to 20 milliseconds; some hit a run that is only starting. All processes of the run are killed
+with SIGKILL. The exit status is 1 where anything is lost.
 """
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ import torch
 from conftest import ROOT, TINY, markov_tokens, write_shard
 from train_gpt import UserError, file_entry, read_manifest
 
-FLAGS = [*TINY, "--batch_tokens=512", "--ngram_update_every=2", "--val_tokens=512", "--val_every=7", "--sample_tokens=0",
-         "--checkpoint_every=1"]
+FLAGS = [*TINY, "--batch_tokens=512", "--ngram_update_every=2", "--val_tokens=512", "--val_every=7",
+         "--sample_tokens=0", "--checkpoint_every=1"]
 TRAINER = f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 import train_gpt
@@ -42,8 +42,8 @@ class Lost(Exception):
 
 
 class Attempt:
-    """The trainer as a user starts it, but with a line for every step: on the latest checkpoint that lies in `out`, or from the
-    start where there is none."""
+    """The trainer as a user starts it, but with a line for every step: on the latest checkpoint that lies in `out`, or
+    from the start where there is none."""
 
     def __init__(self, data: Path, out: Path, steps: int, ranks: int):
         launch = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -53,8 +53,8 @@ class Attempt:
         self.screen, script = data / "screen.txt", data / "trainer.py"
         script.write_text(TRAINER)
         with open(self.screen, "w") as screen:
-            self.process = subprocess.Popen([sys.executable, *launch, str(script), *flags], stdout=screen, stderr=screen,
-                                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+            self.process = subprocess.Popen([sys.executable, *launch, str(script), *flags], stdout=screen,
+                                            stderr=screen, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     @property
     def shown(self) -> str:
@@ -116,7 +116,7 @@ def half_written(out: Path) -> set[str]:
 
 
 def inspect(out: Path) -> tuple[int, list[str]]:
-    """Check that each checkpoint with a name is whole. Returns the latest one's step, and the names of what is half-written."""
+    """Check that each checkpoint with a name is whole. Returns the latest one's step, and what is half-written."""
     folder, latest = out / "checkpoints", 0
     for path in folder.glob("[!.]*_step*"):
         try:
@@ -151,9 +151,9 @@ def final_loss(shown: str) -> str:
 
 
 def compare(out: Path, undisturbed: Path, shown: str, expected: str) -> int:
-    """Raise Lost unless both runs end alike, and nothing half-written is left behind. Returns how many tensors were compared."""
+    """Raise Lost unless both runs end alike and leave nothing half-written. Returns how many tensors were compared."""
     if not final_loss(shown) == final_loss(expected) != "":
-        raise Lost(f"the final loss, which is {final_loss(shown) or 'not there'}; undisturbed it was {final_loss(expected)}")
+        raise Lost(f"the final loss, which is {final_loss(shown) or 'not there'}, not {final_loss(expected)}")
     mine, others = final_tensors(out), final_tensors(undisturbed)
     if mine.keys() != others.keys() or not all(torch.equal(mine[name], others[name]) for name in mine):
         raise Lost("the final tensors, which differ from those of the undisturbed run")
@@ -182,7 +182,7 @@ def chaos(folder: Path, kills: int, ranks: int, shuffle: random.Random) -> None:
             time.sleep(shuffle.uniform(0, run_s / 2))
             what = "killed some time after its start"
         else:
-            furthest = max(1, 2 * (steps - reached) // (kills - number + 1))  # so that about as much lies between any two kills
+            furthest = max(1, 2 * (steps - reached) // (kills - number + 1))  # so that kills lie about evenly
             killed_after.append(min(steps - 2, reached + shuffle.randint(1, furthest)))
             attempt.until_step(killed_after[-1])
             before = half_written(out)
@@ -207,9 +207,9 @@ def chaos(folder: Path, kills: int, ranks: int, shuffle: random.Random) -> None:
     tensors = compare(out, folder / "undisturbed", shown, expected)
     whole = len(list(out.glob("checkpoints/[!.]*_step*")))
     print(f"{kills} kills, {tally['early']} of them some time after a start and the others after steps {killed_after}; "
-          f"{tally['interrupted']} left something half-written, all of it swept; {tally['resumed']} resumes; {whole} whole checkpoints "
-          f"at the end; final loss {final_loss(shown)}; all {len(reference)} losses on the way and all {tensors} tensors of the last "
-          f"checkpoint are equal bit for bit")
+          f"{tally['interrupted']} left something half-written, all of it swept; {tally['resumed']} resumes; {whole} "
+          f"whole checkpoints at the end; final loss {final_loss(shown)}; all {len(reference)} losses and all "
+          f"{tensors} tensors of the last checkpoint are equal bit for bit")
 
 
 def main(argv: list[str] | None = None) -> int:

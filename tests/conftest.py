@@ -1,4 +1,4 @@
-"""Shared by the tests: small shards written without the project's own writer, and functions run on several real ranks."""
+"""Shared by the tests: shards written without the project's own writer, and functions run on several real ranks."""
 from __future__ import annotations
 
 import multiprocessing
@@ -29,8 +29,8 @@ RECIPE = ["--value_embeds=0,1", "--tie_until=0.6", "--weight_decay=0.1"]
 
 def write_shard(path: Path, tokens: np.ndarray, vocab_size: int = VOCAB, doc_start: int = DOC_START, **header) -> Path:
     head = np.zeros(256, np.int32)
-    head[:5] = header.get("magic", 20240520), header.get("version", 1), header.get("count",
-                                                                                   len(tokens)), vocab_size, doc_start
+    count = header.get("count", len(tokens))
+    head[:5] = header.get("magic", 20240520), header.get("version", 1), count, vocab_size, doc_start
     path.write_bytes(head.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
     return path
 
@@ -65,12 +65,12 @@ def run_trainer(*arguments, ranks: int = 1, timeout_s: int = 120,
 
 
 def on_ranks(size: int, function, *arguments, flags: list[str], config_class=train_gpt.Config) -> list:
-    """function(config, world, *arguments) on `size` gloo processes; returns each rank's result. It must be picklable."""
+    """function(config, world, *arguments) on `size` gloo processes; each rank's result. It must be picklable."""
     return start_ranks(size, in_world, function, arguments, flags, config_class)
 
 
 def main_on_ranks(size: int, flags: list[str], **classes) -> list[float]:
-    """train_gpt.main(flags, **classes) on `size` processes, without the seconds that torchrun takes; each rank's result."""
+    """train_gpt.main(flags, **classes) on `size` processes, without torchrun's seconds; each rank's result."""
     return start_ranks(size, call_main, flags, classes)
 
 

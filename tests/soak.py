@@ -2,8 +2,9 @@
 
     python tests/soak.py [--steps 2000] [--ranks 2] [--ngram_device=cpu ...]
 
-Further flags go to the trainer. Each rank is looked at in /proc whenever the trainer prints a step line. The table is small enough
-for every page of it to be touched early. Evaluations and checkpoints are part of the run. The exit status is 1 where threads, open files or memory grow.
+Further flags go to the trainer. Each rank is looked at in /proc whenever the trainer prints a step line. The table is
+small enough for every page of it to be touched early. Evaluations and checkpoints are part of the run. The exit status
+is 1 where threads, open files or memory grow.
 Memory rises a little and ever less, as allocations come to lie on pages of the heap that nothing has touched before.
 """
 from __future__ import annotations
@@ -28,7 +29,8 @@ def start(folder: Path, steps: int, ranks: int, more: list[str]) -> subprocess.P
     write_shard(folder / "soak_train_1.bin", markov_tokens(200_000, 2))
     write_shard(folder / "soak_val_1.bin", markov_tokens(5_000, 3))
     flags = [*TINY, f"--steps={steps}", "--batch_tokens=512", f"--data={folder}", f"--out={folder}",
-             f"--epochs={steps * 512 // 199_000 + 1}", "--val_every=50", "--checkpoint_every=100", "--target_loss=0.1", *more]
+             f"--epochs={steps * 512 // 199_000 + 1}", "--val_every=50", "--checkpoint_every=100", "--target_loss=0.1",
+             *more]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.Popen([*launch, str(ROOT / "train_gpt.py"), *flags], stdout=subprocess.PIPE, text=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -66,12 +68,12 @@ def slope(steps: np.ndarray, resident: np.ndarray) -> float:
 
 
 def report(steps: np.ndarray, samples: np.ndarray) -> list[str]:
-    """Print what each rank used; returns what grew. A leak raises the least count seen; files that open for a moment do not."""
+    """Print what each rank used; returns what grew. A leak raises the least count; files open for a moment do not."""
     grown, half = [], len(steps) // 2
     for rank, (resident, threads, files) in enumerate(samples.transpose(1, 2, 0)):
         whole, second = slope(steps, resident), slope(steps[half:], resident[half:])
-        print(f"rank {rank}: resident {resident[0]:,} KiB at step {steps[0]}, {resident[half]:,} at {steps[half]}, {resident[-1]:,} "
-              f"at {steps[-1]}; slope {whole:+,.1f} KiB per 1,000 steps, {second:+,.1f} over the second half; "
+        print(f"rank {rank}: resident {resident[0]:,} KiB at step {steps[0]}, {resident[half]:,} at {steps[half]}, "
+              f"{resident[-1]:,} at {steps[-1]}; slope {whole:+,.1f} KiB per 1,000 steps, {second:+,.1f} late; "
               f"threads {threads.min()} to {threads.max()}, files {files.min()} to {files.max()}")
         grown += [f"rank {rank}: {what}" for what, counts in (("threads", threads), ("files", files))
                   if counts[half:].min() > counts[:half].min()]
@@ -89,7 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     if process.returncode:
         return process.returncode
     grown = report(np.array(steps), samples)
-    print(f"{len(steps)} samples over {args.steps:,} steps: " + (f"grown: {', '.join(grown)}" if grown else "nothing grows"))
+    found = f"grown: {', '.join(grown)}" if grown else "nothing grows"
+    print(f"{len(steps)} samples over {args.steps:,} steps: {found}")
     return bool(grown)
 
 

@@ -1,5 +1,7 @@
-"""Ranks that fail or die, signals, and kills: each run ends soon, says why, and what it saved can be resumed. Real processes,
-forked where neither torchrun nor the end of Python has a part in it."""
+"""Ranks that fail or die, signals, and kills: each run ends soon, says why, and what it saved can be resumed.
+
+All are real processes, forked where neither torchrun nor the end of Python has a part in it.
+"""
 from __future__ import annotations
 
 import multiprocessing
@@ -26,8 +28,8 @@ FLAGS = [*TINY, "--ngram_dtype=float32", "--ngram_update_every=2", "--sample_tok
 KEEP = ["--checkpoint"]
 AT_MOST_S = 30  # from a fault to the end of the last process
 
-# The trainer with something done at a moment that no signal from outside would hit. Warm-up has no step 5, makes no 10 updates,
-# and prepares no cycle 6.
+# The trainer with something done at a moment that no signal from outside would hit. Warm-up has no step 5, makes no 10
+# updates, and prepares no cycle 6.
 DRIVER = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
@@ -61,13 +63,12 @@ def always(trainer, *rest):
 def fail(error):
     raise error
 
-def send(signum, pid):
-    os.kill(pid, signum)
-    time.sleep(0.5)  # until torchrun has passed it on
-
-def wait_for(path):
-    while not os.path.exists(path):
+def wait_for(holds):
+    while not holds():
         time.sleep(0.05)
+
+handle, handled = train_gpt.StopSignal.handle, []
+train_gpt.StopSignal.handle = lambda *arguments: (handled.append(1), handle(*arguments))
 
 before("train_step", in_step_5, -1, None)
 {fault}
@@ -108,7 +109,7 @@ def in_step(action: str, rank: int = 1) -> str:
     return f'before("train_step", in_step_5, {rank}, lambda trainer: {action})\n'
 
 
-# ---- ranks under torchrun -------------------------------------------------------------------------------------------------
+# ---- ranks under torchrun --------------------------------------------------------------------------------------------
 
 def still_running(out: Path) -> dict[int, str]:
     """Command lines, by id, of the processes that a run with this folder started, whoever their parent is now."""
@@ -137,8 +138,8 @@ def started(out: Path, data: Path, *more: str, fault: str):
     script = out / "driver.py"
     script.write_text(DRIVER.format(root=str(ROOT), fault=fault))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = subprocess.Popen([*launch, str(script), *FLAGS, f"--data={data}", f"--out={out}", *more], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True,
+    process = subprocess.Popen([*launch, str(script), *FLAGS, f"--data={data}", f"--out={out}", *more],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "OMP_NUM_THREADS": "1", "TRAINER_TEST": str(out)})
     try:
         yield process
@@ -153,7 +154,8 @@ def launched(out: Path, data: Path, *more: str, fault: str) -> Run:
     with started(out, data, *more, fault=fault) as process:
         shown, errors = process.communicate(timeout=120)
         ended = time.time()
-    return Run([process.returncode], shown, errors, out, ended - float(re.search(r"^fault at (\S+)$", shown, re.MULTILINE)[1]))
+    fault_at = float(re.search(r"^fault at (\S+)$", shown, re.MULTILINE)[1])
+    return Run([process.returncode], shown, errors, out, ended - fault_at)
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +171,10 @@ def resumed(out: Path) -> float:
 def failed(tiny_data, tmp_path_factory) -> dict[str, Run]:
     """Where memory runs out the other rank is busy, as with a GPU's collectives."""
     faults = {
-        "out of memory": in_step('fail(torch.OutOfMemoryError("tried to allocate 2.00 GiB"))') + in_step("time.sleep(100)", rank=0),
-        "killed": in_step("send(signal.SIGKILL, SELF)"),
-        "stopped": in_step("send(signal.SIGTERM, TORCHRUN)", rank=0),
+        "out of memory": in_step('fail(torch.OutOfMemoryError("tried to allocate 2.00 GiB"))')
+        + in_step("time.sleep(100)", rank=0),
+        "killed": in_step("os.kill(SELF, signal.SIGKILL)"),
+        "stopped": in_step("(os.kill(TORCHRUN, signal.SIGTERM), wait_for(lambda: handled))", rank=0),
     }
     return side_by_side(launched, {name: dict(fault=fault, flags=KEEP) for name, fault in faults.items()},
                         tmp_path_factory.mktemp("failed"), tiny_data)
@@ -183,7 +186,7 @@ def root_cause(done: Run) -> str:
 
 
 def test_the_first_error_ends_all_ranks_and_is_the_last_one_shown(failed):
-    """Once on the screen, with no traceback of another rank; once more in torchrun's summary, which ends it; and in the log."""
+    """Once on the screen, without another rank's traceback; again at the end of torchrun's summary; and in the log."""
     done, message = failed["out of memory"], "OutOfMemoryError: tried to allocate 2.00 GiB"
     assert done.statuses == [1] and done.seconds < AT_MOST_S
     assert len(done.told) == 1 and message in done.told[0] and message in root_cause(done)
@@ -211,10 +214,11 @@ def test_torchrun_passes_a_signal_on(failed, undisturbed):
 def test_ranks_end_by_themselves_when_torchrun_is_killed(tiny_data, undisturbed, tmp_path):
     """With their work saved; as long as they run no other may train there."""
     out = tmp_path / "out"
-    fault = in_step(f"(send(signal.SIGKILL, TORCHRUN), wait_for({str(out / 'released')!r}))", rank=0)
+    released = f"os.path.exists({str(out / 'released')!r})"
+    fault = in_step(f"(os.kill(TORCHRUN, signal.SIGKILL), wait_for(lambda: {released}))", rank=0)
     with started(out, tiny_data, *KEEP, fault=fault) as process:
         assert any(line.startswith("fault at") for line in process.stdout) and process.wait() == -signal.SIGKILL
-        with pytest.raises(train_gpt.UserError, match=f"^{out}/checkpoints: found another process training there, expected none"):
+        with pytest.raises(train_gpt.UserError, match=f"^{out}/checkpoints: found another process training there"):
             train_gpt.main([*FLAGS, *KEEP, f"--data={tiny_data}", f"--out={out}", "--run_id=second"])
         assert len(still_running(out)) == 2
         (out / "released").touch()
@@ -225,7 +229,7 @@ def test_ranks_end_by_themselves_when_torchrun_is_killed(tiny_data, undisturbed,
     assert resumed(out) == pytest.approx(undisturbed, abs=1e-5)
 
 
-# ---- forked ranks ---------------------------------------------------------------------------------------------------------
+# ---- forked ranks ----------------------------------------------------------------------------------------------------
 
 def forked(out: Path, data: Path, *more: str, fault: str, ranks: int = 1) -> Run:
     out.mkdir(parents=True)
@@ -241,7 +245,8 @@ def forked(out: Path, data: Path, *more: str, fault: str, ranks: int = 1) -> Run
     for process in processes:
         process.join(60)
         assert process.exitcode is not None
-    shown, errors = ("".join((out / f"{name}{rank}").read_text() for rank in range(ranks)) for name in ("shown", "errors"))
+    shown, errors = ("".join((out / f"{name}{rank}").read_text() for rank in range(ranks))
+                     for name in ("shown", "errors"))
     return Run([process.exitcode for process in processes], shown, errors, out)
 
 
@@ -259,15 +264,17 @@ def on_rank(rank: int, size: int, port: int, out: Path, fault: str, argv: list[s
 @pytest.fixture(scope="module")
 def ended(tiny_data, tmp_path_factory) -> dict[str, Run]:
     def sends(method: str, when: str, signum: str, rank: int = 0) -> str:
-        return f'before("{method}", {when}, {rank}, lambda trainer: send(signal.{signum}, SELF))\n'
+        return f'before("{method}", {when}, {rank}, lambda trainer: os.kill(SELF, signal.{signum}))\n'
 
-    loader = 'before("prepare", lambda trainer, cycle: cycle == 6, 1, lambda trainer: fail(OSError(5, "Input/output error")))'
-    twice = in_step("(send(signal.SIGTERM, SELF), say('waits'), send(signal.SIGINT, SELF), time.sleep(100))", rank=0)
+    loader = 'before("prepare", lambda trainer, cycle: cycle == 6, 1, ' \
+             'lambda trainer: fail(OSError(5, "Input/output error")))'
+    twice = in_step("(os.kill(SELF, signal.SIGTERM), say('waits'), os.kill(SELF, signal.SIGINT), time.sleep(9))", 0)
     return side_by_side(forked, {
         "training": dict(fault=sends("train_step", "in_step_5", "SIGTERM"), flags=KEEP),
         "evaluation": dict(fault=sends("evaluate", "in_evaluation", "SIGINT"), flags=KEEP),
         "hang-up": dict(fault=sends("train_step", "in_step_5", "SIGHUP"), flags=KEEP),
-        "nohup": dict(fault="signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + sends("train_step", "in_step_5", "SIGHUP")),
+        "nohup": dict(fault="signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+                      + sends("train_step", "in_step_5", "SIGHUP")),
         "one of two ranks": dict(fault=sends("train_step", "in_step_5", "SIGTERM", rank=1), flags=KEEP, ranks=2),
         "warm-up": dict(fault=sends("warm_up", "always", "SIGTERM"), flags=KEEP),
         "twice": dict(fault=twice, flags=KEEP),
@@ -278,8 +285,8 @@ def ended(tiny_data, tmp_path_factory) -> dict[str, Run]:
     }, tmp_path_factory.mktemp("ended"), tiny_data)
 
 
-@pytest.mark.parametrize("case, name, step", [("training", "SIGTERM", 8), ("evaluation", "SIGINT", 12), ("hang-up", "SIGHUP", 8),
-                                              ("one of two ranks", "SIGTERM", 8)])
+@pytest.mark.parametrize("case, name, step", [("training", "SIGTERM", 8), ("evaluation", "SIGINT", 12),
+                                              ("hang-up", "SIGHUP", 8), ("one of two ranks", "SIGTERM", 8)])
 def test_a_signal_saves_what_was_trained(ended, undisturbed, case, name, step):
     """After the update cycle under way, or the first one after an evaluation."""
     done, ranks = ended[case], 1 + (case == "one of two ranks")
@@ -298,21 +305,22 @@ def test_a_hang_up_that_is_ignored_stops_nothing(ended, undisturbed):
 @pytest.mark.parametrize("case", ["warm-up", "twice"])
 def test_a_signal_before_training_or_a_second_one_ends_the_run_at_once(ended, case):
     done = ended[case]
-    assert done.statuses == [143] and done.log.splitlines()[-1] == "stopped by SIGTERM" and done.told == ["stopped by SIGTERM"]
+    assert done.statuses == [143] and done.told == ["stopped by SIGTERM"] == done.log.splitlines()[-1:]
     assert not list(done.out.glob("checkpoints/*_step*"))
     assert "step:0/" not in done.log if case == "warm-up" else done.last_step(0) == 5 and "waits" in done.shown
 
 
 def test_without_checkpoints_a_signal_says_that_nothing_is_kept(ended):
     done = ended["not kept"]
-    assert done.statuses == [143] and done.told == ["stopped by SIGTERM after step 8, without a checkpoint (see --checkpoint)"]
+    assert done.statuses == [143]
+    assert done.told == ["stopped by SIGTERM after step 8, without a checkpoint (see --checkpoint)"]
     assert done.log.splitlines()[-1] == done.told[0] and not (done.out / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("case, error, tracebacks", [("raises", "RuntimeError: boom on rank 1", 1),
                                                      ("loader", "OSError: [Errno 5] Input/output error", 0)])
 def test_a_rank_that_fails_speaks_for_the_one_that_waits_for_it(ended, case, error, tracebacks):
-    """The loader fails behind an evaluation, for which its rank has all it needs, and the other rank's loader waits for it."""
+    """The loader fails behind an evaluation, for which its rank has all it needs; the other's loader waits for it."""
     done = ended[case]
     assert done.statuses == [1, 1] and done.told == [f"error: {error}"] == done.log.splitlines()[-1:]
     assert "Traceback" not in (done.out / "errors0").read_text() and done.errors.count("Traceback") == tracebacks
@@ -321,11 +329,11 @@ def test_a_rank_that_fails_speaks_for_the_one_that_waits_for_it(ended, case, err
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_at_its_step(ended):
     done = ended["not finite"]
     assert done.statuses == [1, 1] and "Traceback" not in done.errors and done.last_step(0) == done.last_step(1) == 5
-    told, = done.told
-    assert told.startswith("error: training loss: found nan after step 5, expected a finite number") and done.log.endswith(f"{told}\n")
+    assert done.told == done.log.splitlines()[-1:]
+    assert done.told[0].startswith("error: training loss: found nan after step 5, expected a finite number")
 
 
-# ---- kills ----------------------------------------------------------------------------------------------------------------
+# ---- kills -----------------------------------------------------------------------------------------------------------
 
 def test_kills_at_random_moments_lose_nothing(capfd):
     assert chaos.main(["--kills=2", "--seed=1"]) == 0, capfd.readouterr().err

@@ -67,8 +67,8 @@ def test_compiled_model_equals_the_eager_one():
         model = build_model(config, VOCAB).cuda()
         with torch.no_grad():
             for p in model.parameters():
-                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * (0.5 if p.dim() < 2
-                                                                                                    else p.shape[-1] ** -0.5))
+                drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+                p.copy_(drawn * (0.5 if p.dim() < 2 else p.shape[-1] ** -0.5))
         memory = torch.randn(4, 256, 128, generator=torch.Generator().manual_seed(1)).cuda().bfloat16().requires_grad_()
         masks = tuple(attention_mask(starts, window, flex=compiled) for window in (64, 128))
         forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
@@ -112,7 +112,7 @@ def test_table_equals_the_one_on_the_cpu(dtype, place):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_on_the_host_are_never_stale(dtype):
-    """With gradients that come late, a thread that is held up, parts of a few rows: every read, bit for bit, as without looking ahead."""
+    """With late gradients, a thread that is held up, parts of a few rows: every read as without looking ahead."""
     results = []
     for looks_ahead, late_s in ((False, 0), (True, 0), (True, 0.004)):
         config = parse_args(["--track=cpu", "--device=cuda", "--ngram_rows=1003", "--ngram_dim=6", "--ngram_signs=64",

@@ -1,4 +1,4 @@
-"""The table in host memory: held, bit for bit, against the table beside the model, whatever the order in which threads come by."""
+"""The table in host memory: bit for bit as beside the model, whatever the order in which threads come by."""
 from __future__ import annotations
 
 import re
@@ -32,7 +32,8 @@ def walk(config, world: World, count: int, looks_ahead: bool, late_s: float = 0.
          compiled: bool = True):
     """Rows and state after `count` cycles, and all that was read; `late_s` holds the host's thread up, now and then.
 
-    Cycles of 40 positions a rank; of their rows, below `highest`, about half come back in the next. On a GPU gradients come late.
+    Cycles of 40 positions a rank; of their rows, below `highest`, about half come back in the next. On a GPU gradients
+    come late.
     """
     table, generator, read = NgramTable(config, world), torch.Generator().manual_seed(world.rank), []
     table.loops = table.loops if compiled else None
@@ -46,8 +47,8 @@ def walk(config, world: World, count: int, looks_ahead: bool, late_s: float = 0.
             setattr(table.host, name, held_up)
     cycles = []
     for _ in range(count):
-        rows = torch.randint(0, highest, (1, 2, 40), generator=generator) % torch.randint(2, highest + 1, (1, 2, 1),
-                                                                                          generator=generator)
+        rows = torch.randint(0, highest, (1, 2, 40), generator=generator)
+        rows %= torch.randint(2, highest + 1, (1, 2, 1), generator=generator)
         cycles.append(to_device(table.route(rows, torch.randint(0, 64, (1, 2, 40), generator=generator),
                                             world.loader_group), world.device))
     for cycle, upcoming in zip(cycles, [*cycles[1:], None]):
@@ -94,7 +95,7 @@ def test_ranks_read_and_update_the_same(ranks, highest):
 
 @pytest.fixture
 def tables():
-    """A table on the host, two cycles that share 20 of their 40 rows, and a call that updates one with gradients of one."""
+    """A table on the host, two cycles that share 20 of their 40 rows, and a call that updates one, gradients all 1."""
     with join_world(parse_args(FLAGS)) as world:
         table = NgramTable(parse_args([*FLAGS, PLACES["host"]]), world)
         numbers = torch.arange(40).expand(1, 2, 40)
@@ -163,8 +164,8 @@ def last_checkpoint(out):
     tensors = {}
     for path in sorted(out.glob("checkpoints/*_step000020/*.pt")):
         for name, value in torch.load(path).items():
-            tensors |= {f"{path.name} {name} {key}": tensor for key, tensor in value.items()} if isinstance(value,
-                                                                                                            dict) else {f"{path.name} {name}": value}
+            named = value if isinstance(value, dict) else {"": value}
+            tensors |= {f"{path.name} {name} {key}": tensor for key, tensor in named.items()}
     return tensors
 
 
@@ -200,7 +201,8 @@ def test_two_ranks_equal_each_other_and_a_run_resumes_in_the_other_place(tiny, t
 def test_the_log_tells_what_the_host_costs(tiny, tmp_path):
     for place, flag in PLACES.items():
         train_gpt.main([*tiny, flag, f"--run_id={place}"])
-    found = re.search(r"^waited for rows in host memory (\S+) s \((\S+)% of the time\); the host's thread worked (\S+) s, evaluations included$", (tmp_path / "logs/host.txt").read_text(), re.MULTILINE)
+    found = re.search(r"^waited for rows in host memory (\S+) s \((\S+)% of the time\); the host's thread worked "
+                      r"(\S+) s, evaluations included$", (tmp_path / "logs/host.txt").read_text(), re.MULTILINE)
     assert 0 <= float(found[1]) < 60 and 0 <= float(found[2]) < 100 and 0 < float(found[3]) < 60
     assert "host memory" not in (tmp_path / "logs/auto.txt").read_text()
 
@@ -258,12 +260,12 @@ def test_page_locked_memory_that_is_not_to_be_had_is_told(monkeypatch):
             raise RuntimeError("CUDA error: out of memory\nand so on")
         monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(UserError,
-                       match=r"--ngram_device=cpu: found no page-locked memory \(.+\), expected 32 MiB a buffer, two a rank; raise"):
+                       match=r"--ngram_device=cpu: found no page-locked memory \(.+\), expected 32 MiB a buffer"):
         staging_buffer(768, torch.float32, torch.device("cuda"))
     monkeypatch.undo()
     buffer = staging_buffer(768, torch.float32, torch.device("cpu"))
-    assert 0 <= (32 << 20) - buffer.nbytes < 768 * 4 and staging_buffer(1 << 24, torch.float32,
-                                                                        torch.device("cpu")).shape == (1, 1 << 24)
+    assert 0 <= (32 << 20) - buffer.nbytes < 768 * 4
+    assert staging_buffer(1 << 24, torch.float32, torch.device("cpu")).shape == (1, 1 << 24)
 
 
 def test_the_plan_holds_host_and_device_apart(monkeypatch):
@@ -275,12 +277,13 @@ def test_the_plan_holds_host_and_device_apart(monkeypatch):
         world = World(0, 8, 8, torch.device("cuda", 0), None, None)
         plans[place] = make_plan(config, world, 50_257, 10**10)
     auto, host = plans["auto"], plans["host"]
-    assert auto["table_rows_bytes"] == host["host_table_rows_bytes"] == rows * 768 * 2 and auto["table_state_bytes"] == host["host_table_state_bytes"]
+    assert auto["table_rows_bytes"] == host["host_table_rows_bytes"] == rows * 768 * 2
+    assert auto["table_state_bytes"] == host["host_table_state_bytes"]
     assert "table_rows_bytes" not in host and not any(name.startswith("host_") for name in auto)
     assert host["host_bytes_per_rank"] == sum(host[f"host_{name}_bytes"]
                                               for name in ("table_rows", "table_state", "staging"))
-    assert host["host_staging_bytes"] == 64 << 20 and "  host bytes per rank   " in "\n".join(plan_lines(host, config,
-                                                                                                         world))
+    assert host["host_staging_bytes"] == 64 << 20
+    assert "  host bytes per rank   " in "\n".join(plan_lines(host, config, world))
     # what is on its way
     more = sum(host[name] - auto.get(name, 0)
                for name in ("table_cache_bytes", "table_gradients_bytes", "table_parts_bytes"))
@@ -288,11 +291,11 @@ def test_the_plan_holds_host_and_device_apart(monkeypatch):
     memory = {"": 80 << 30, "host_": 10 << 30}
     monkeypatch.setattr(train_gpt, "available_bytes", lambda world, place: memory[place])
     check_fits(auto, world)
-    with pytest.raises(UserError,
-                       match=r"host memory: found 10.00 GiB .* expected 1\d\.\d\d GiB by the plan, of which table_rows takes 15.13; lower --ngram_rows"):
+    with pytest.raises(UserError, match=r"host memory: found 10.00 GiB .* expected 1\d\.\d\d GiB by the plan, of which "
+                                        r"table_rows takes 15.13; lower --ngram_rows"):
         check_fits(host, world)
     memory |= {"": 20 << 30, "host_": 20 << 30}
     check_fits(host, world)
     with pytest.raises(UserError,
-                       match="of which table_rows takes 15.13; lower --ngram_rows, or keep the table in host memory with --ngram_device=cpu"):
+                       match="table_rows takes 15.13; lower --ngram_rows, or keep .* --ngram_device=cpu"):
         check_fits(auto, world)

@@ -56,7 +56,7 @@ def test_missing_embedded_data_is_made_first(clone, tmp_path):
     assert "made the data []" in done.stdout and "data/torch_source: found no" in done.stderr
 
 
-@pytest.mark.parametrize("flags", [["--track=fineweb"], ["--track", "fineweb"], ["--track=fineweb24"]])
+@pytest.mark.parametrize("flags", [["--track", "fineweb"], ["--track=fineweb24"]])
 def test_other_tracks_do_not_make_it(flags, clone):
     (clone / "data/text.py").write_text("print('made the data')\n")
     done = run(clone, *flags, "--device=cuda", "--ranks=1", "--dry_run")

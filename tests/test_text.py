@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
+import tiktoken.load
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))

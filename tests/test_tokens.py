@@ -161,8 +161,8 @@ def test_a_damaged_list_of_hashes_does_no_harm(folder, text):
 def test_a_list_that_cannot_be_written_does_no_harm(folder, hashed):
     (folder / "shards.json").mkdir()
     assert identity(folder) == identity(folder) and len(hashed) == 6
-    assert sorted(path.name for path in folder.iterdir()) == ["shards.json", "t_train_1.bin", "t_train_2.bin",
-                                                              "t_val_0.bin"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["shards.json", "t_train_1.bin", "t_train_2.bin", "t_val_0.bin"]
 
 
 def identity_on(config, world):

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from conftest import DOC_START, RECIPE, ROOT, TINY, VOCAB, main_on_ranks, markov_tokens, on_ranks, run_trainer, write_shard
+from conftest import (DOC_START, RECIPE, ROOT, TINY, VOCAB, main_on_ranks, markov_tokens, on_ranks, run_trainer,
+                      write_shard)
 from staged import Staged
 from train_gpt import (Config, FollowingError, NgramTable, RMSNorm, Rotate, SoftcappedLoss, SquaredReLU, Trainer,
                        UserError, World, adam_update, attend,
@@ -434,7 +435,8 @@ def test_log_holds_what_made_the_run(tiny, tmp_path):
     assert header["target_loss"] == 3.9 and header["clock"] == "train-only" and header["torch"] == torch.__version__
     assert header["source_sha256"] == header["sources"]["train_gpt.py"]
     assert [path.name for path in (tmp_path / "logs").glob("*.py")] == [f"train_gpt_{header['source_sha256'][:16]}.py"]
-    assert (tmp_path / f"logs/train_gpt_{header['source_sha256'][:16]}.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
+    copy = tmp_path / f"logs/train_gpt_{header['source_sha256'][:16]}.py"
+    assert copy.read_bytes() == (ROOT / "train_gpt.py").read_bytes()
     values = re.findall(r"^step:(\d+)/20 val_loss:(\S+) train_time:(\d+)ms step_avg:(\S+)ms$", text, re.MULTILINE)
     assert [int(step) for step, *_ in values] == [0, 10, 20] and values[0][2:] == ("0", "nan")
     assert re.search(rf"^final step:20/20 val_loss:{final:.5f} train_time:{values[-1][2]}ms$", text, re.MULTILINE)
@@ -446,11 +448,12 @@ def test_log_holds_what_made_the_run(tiny, tmp_path):
     assert other.endswith("target val_loss:0.1 not met\n") and text == (tmp_path / "logs/abc.txt").read_text()
     sources = json.loads(re.match(r"run:(\{.*\})\n", other)[1])["sources"]
     assert sources.keys() == {"train_gpt.py", "staged.py"} and len(list((tmp_path / "logs").glob("*.py"))) == 2
-    assert (tmp_path / f"logs/staged_{sources['staged.py'][:16]}.py").read_bytes() == (ROOT / "tests/staged.py").read_bytes()
+    copy = tmp_path / f"logs/staged_{sources['staged.py'][:16]}.py"
+    assert copy.read_bytes() == (ROOT / "tests/staged.py").read_bytes()
 
 
 def test_a_terminal_shows_one_live_line(tiny, tmp_path):
-    """In a pipe every step line is printed; on a terminal the training steps overwrite one line. The file has them all."""
+    """In a pipe every step line is printed; on a terminal training steps overwrite one line. The file has them all."""
     terminal, inner = os.openpty()
     process = subprocess.Popen([sys.executable, str(ROOT / "train_gpt.py"), *tiny, "--run_id=t"], stdout=inner,
                                env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -553,8 +556,8 @@ def test_bad_data_ends_every_rank(tiny, tiny_data, tmp_path):
 
 
 def test_epochs_read_the_data_again(tiny, tmp_path):
-    write_shard(tmp_path / "t_train_1.bin", markov_tokens(9000, 1)), write_shard(tmp_path / "t_val_1.bin",
-                                                                                 markov_tokens(3000, 2))
+    write_shard(tmp_path / "t_train_1.bin", markov_tokens(9000, 1))
+    write_shard(tmp_path / "t_val_1.bin", markov_tokens(3000, 2))
     assert math.isfinite(train_gpt.main([*tiny, f"--data={tmp_path}", "--epochs=4"]))
 
 
@@ -566,7 +569,7 @@ def test_dry_run_plans_without_training(tiny, tmp_path, capsys):
 
 
 def test_flops_are_what_torch_counts():
-    """Products by torch's own counter; of attention, which it counts without the mask, the pairs that a mask lets through."""
+    """Products by torch's own counter; of attention, which it counts unmasked, the pairs that a mask lets through."""
     config = dataclasses.replace(parse_args([*TINY, "--layers=4"]), stages=(dict(windows=(5, 16)),))
     model, table_rows = build_model(config, VOCAB), torch.randn(8, 32, 24)
     batch = make_batch(torch.randint(0, DOC_START, (8, 33)), 8, 8, DOC_START)
