@@ -5,9 +5,8 @@ examples:
     torchrun --standalone --nproc_per_node=8 train_gpt.py       one process a GPU, the `fineweb` track
     python train_gpt.py --ngram_rows=0 --seed=3 --dry_run       flags above the track's; this prints the plan alone
 
-The file reads top to bottom as a token travels: config, errors, ranks, tokens, n-gram table, layers, model, update rules,
-schedules, optimizer, plan, log, checkpoints, training, main. Importing it does nothing. Scripts under data/ and records/ import
-it; a variant of the trainer subclasses Config, GPT or NgramTable and calls `main` with them (records/README.md).
+The file reads top to bottom as a token travels. Importing it does nothing: the scripts under data/ and records/ do, and
+variants of the trainer, which subclass Config, GPT or NgramTable and call `main` with them (records/README.md).
 """
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ import difflib
 import fnmatch
 import functools
 import hashlib
-import inspect
 import json
 import math
 import mmap
@@ -34,7 +32,7 @@ import time
 import traceback
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -51,19 +49,16 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.optim.adamw import adamw
 
 
-# =====================================================================================================================
-# Config: every size and switch of a run. One frozen dataclass; the command line is made from its fields.
-# =====================================================================================================================
+# ==== Config: every size and switch of a run. One frozen dataclass; the command line is made from its fields ==========
 
-def flag(default, help_text: str):
-    """A field of Config that is a flag too. Fields without are set by the track, or by a variant's subclass."""
-    return field(default=default, metadata={"help": help_text})
+def flag(default, help_text: str, group: str = ""):
+    """A field of Config that is a flag too, first of its group in --help or not; tracks and variants set others."""
+    return field(default=default, metadata={"help": help_text, "group": group})
 
 
 @dataclass(frozen=True)
 class Config:
-    # run
-    track: str = flag("auto", "preset: cpu, fineweb, or for one GPU fineweb80 or fineweb24; auto goes by the device")
+    track: str = flag("auto", "preset: cpu, fineweb, or for one GPU fineweb80 or fineweb24; auto: by the device", "run")
     device: str = flag("auto", "cpu or cuda; auto takes cuda where there is one")
     seed: int = flag(0, "seed of the weights; the data and the sign patterns never depend on it")
     run_id: str = flag("", "name of the log file; empty makes one of the date and the seed")
@@ -73,35 +68,30 @@ class Config:
     dry_run: bool = flag(False, "print the plan (parameters, memory, tokens, exchange) and stop")
     ranks: int = flag(0, "with --dry_run, plan for so many ranks, which need not be there; 0: those that run")
     gpu: str = flag("", "with --dry_run, the GPU to plan for: H200, H100, A100, L40 or 4090")
-    # checkpoints
-    checkpoint: bool = flag(False, "save a checkpoint at the end, and when Ctrl-C, SIGTERM or SIGHUP stops the run")
+    checkpoint: bool = flag(False, "save a checkpoint at the end, and when a signal stops the run", "checkpoints")
     checkpoint_every: int = flag(0, "steps between checkpoints, besides those of --checkpoint; 0: none")
     checkpoint_keep: int = flag(2, "checkpoints of a run that are kept, the newest ones")
     resume: str = flag("", "checkpoint to resume: its folder, or `latest` of --out; flags not given are as in its run")
     new_rates: bool = flag(False, "with --resume, let learning rates and decays differ from the checkpoint's")
-    # data
-    data: str = flag("data/torch_source", "folder of *_train_*.bin and *_val_*.bin shards")
+    data: str = flag("data/torch_source", "folder of *_train_*.bin and *_val_*.bin shards", "data")
     epochs: int = flag(1, "how often the train shards may be read through")
     seq_len: int = flag(128, "tokens a row")
     batch_tokens: int = flag(4096, "tokens a step over all ranks")
     micro_batch_tokens: int = flag(0, "tokens a rank holds in memory at once; 0: its whole part of a step")
     spread_rows: bool = True  # take rows from all over the data in a fixed order, for unshuffled documents
     stages: tuple = ({},)  # dicts of until, batch, windows, lr and length; what each lacks is as in stage_list
-    # evaluation
-    val_tokens: int = flag(65_536, "validation tokens, whatever the number of ranks")
+    val_tokens: int = flag(65_536, "validation tokens, whatever the number of ranks", "evaluation")
     val_every: int = flag(20, "steps between evaluations; 0: only at the end")
     target_loss: float = flag(3.30, "validation loss in nats a token that the run is to reach")
     sample_tokens: int = flag(96, "tokens of text to print after the last evaluation")
-    # model
-    layers: int = flag(3, "blocks")
+    layers: int = flag(3, "blocks", "model")
     model_dim: int = flag(128, "width of the residual stream")
     heads: int = flag(1, "attention heads; model_dim / heads is even")
     head_chunk_tokens: int = flag(512, "tokens whose logits exist at once")
     value_embeds: tuple = flag((0, 2), "blocks, counted from 0, whose values take in a gated embedding of their own")
     tie_until: float = flag(0.66, "fraction of the steps during which output head and embedding are one matrix")
     skips: bool = False  # add the input of each early block to that of its mirror image
-    # n-gram table
-    ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table")
+    ngram_rows: int = flag(1_000_000, "rows of the table over all ranks; 0: no table", "n-gram table")
     ngram_dim: int = flag(0, "width of what a position reads, at most model_dim; 0: model_dim")
     ngram_orders: tuple = flag((2, 3), "orders of the hashed n-grams")
     ngram_split: tuple = flag((), "weights of the orders in the division of the rows, e.g. 1,3; empty: equal")
@@ -112,12 +102,14 @@ class Config:
     ngram_beta2: float = flag(0.95, "decay of the table's second moment an update")
     ngram_wd: float = flag(0.014, "weight decay of the table, only where it agrees with the update")
     ngram_update_every: int = flag(1, "steps whose gradients add up to one table update")
-    # optimizer
-    steps: int = flag(180, "optimizer steps")
+    steps: int = flag(180, "optimizer steps", "optimizer")
     muon_lr: float = flag(0.035, "learning rate of the matrices (Muon)")
     adam_lr: float = flag(0.03, "learning rate of everything else (Adam)")
     weight_decay: float = flag(0.0, "decoupled weight decay, times lr, times the multiplier in RULES")
     muon_momentum_cooldown: int = 0  # last steps over which Muon's momentum falls back
+    # Seams, for variants of the table:
+    ngram_row_dim = property(lambda self: self.ngram_dim)  # width of a row
+    ngram_state_bytes = 8  # what the update keeps of a row: a second moment and the number of its last update
 
     def __post_init__(self):
         object.__setattr__(self, "ngram_dim", self.ngram_dim or self.model_dim)
@@ -134,76 +126,72 @@ class Config:
 
     def check(self) -> None:
         """Raise UserError for the first value that cannot be."""
-        need = self.need
-        least = dict.fromkeys(("steps", "seq_len", "batch_tokens", "val_tokens", "layers", "model_dim", "heads", "epochs",
-                               "head_chunk_tokens", "ngram_update_every", "checkpoint_keep"), 1)
+        need, types = self.need, ("bfloat16", "float32")
+        positive = {"steps", "seq_len", "batch_tokens", "val_tokens", "layers", "model_dim", "heads", "epochs",
+                    "head_chunk_tokens", "ngram_update_every", "checkpoint_keep"}
         for f in fields(self):
             if type(f.default) in (int, float):
-                value, bound = getattr(self, f.name), least.get(f.name, 0)
-                need(math.isfinite(value) and value >= bound, f.name, f"a finite number, {bound} or more")
-        types = "bfloat16", "float32"
+                value, least = getattr(self, f.name), int(f.name in positive)
+                need(math.isfinite(value) and value >= least, f.name, f"a finite number, {least} or more")
         choices = {"track": ("auto", *TRACKS), "device": ("auto", "cpu", "cuda"), "dtype": types, "gpu": ("", *GPUS),
                    "ngram_dtype": types, "ngram_device": ("auto", "cpu")}
         for name, values in choices.items():
             need(getattr(self, name) in values, name, "one of " + ", ".join(filter(None, values)))
-        for name in ("ranks", "gpu"):
-            need(not getattr(self, name) or self.dry_run, name, "--dry_run beside it")
-        need(not self.new_rates or self.resume, "new_rates", "--resume beside it")
+        for name, other in (("ranks", "dry_run"), ("gpu", "dry_run"), ("new_rates", "resume")):
+            need(getattr(self, other) or not getattr(self, name), name, f"--{other} beside it")
         need(self.seed < 2**63, "seed", "less than 2^63")
         need("/" not in self.run_id, "run_id", "a file name without /")
         for name in ("batch_tokens", "val_tokens", "micro_batch_tokens"):
             need(getattr(self, name) % self.seq_len == 0, name, f"a multiple of --seq_len={self.seq_len}")
-        need(self.model_dim % (2 * self.heads) == 0, "heads", f"a divisor of --model_dim={self.model_dim}, the quotient even")
+        need(self.model_dim % (2 * self.heads) == 0, "heads", f"--model_dim={self.model_dim} divided by an even number")
         need(len(set(self.value_embeds) & set(range(self.layers))) == len(self.value_embeds), "value_embeds",
              f"blocks from 0 to {self.layers - 1}, each once")
         need(self.stage_list[-1].end == self.steps, "stages", "the last one to end at 1")
         for stage in self.stage_list:
             need(stage.first <= stage.end, "stages", "ends in the order of time")
-            need(0 < stage.batch_tokens <= self.batch_tokens, "stages", "batches from one row to all of --batch_tokens")
+            need(0 < stage.batch_tokens <= self.batch_tokens, "stages", "batches from one row to --batch_tokens")
             need(0 < stage.length <= self.seq_len, "stages", f"segments from 1 token to --seq_len={self.seq_len}")
-            need(0 < stage.windows[0] <= stage.windows[1], "stages", "windows of at least 1 token, the short one first")
+            need(0 < stage.windows[0] <= stage.windows[1], "stages", "windows of at least 1 token, short one first")
         if self.ngram_rows:
             self.check_table()
 
     def check_table(self) -> None:
-        need, orders = self.need, self.ngram_orders
+        need, orders, weights = self.need, self.ngram_orders, self.ngram_split
         need(self.ngram_beta2 < 1, "ngram_beta2", "less than 1")
         need(1 <= self.ngram_dim <= self.model_dim, "ngram_dim", f"1 to --model_dim={self.model_dim}")
         need(0 < len(orders) == len(set(orders)) and set(orders) <= ROW_MULTIPLIERS.keys(), "ngram_orders",
              "different orders out of " + ",".join(map(str, ROW_MULTIPLIERS)))
-        need(len(self.ngram_split) in (0, len(orders)) and all(weight > 0 for weight in self.ngram_split), "ngram_split",
+        need(not weights or len(weights) == len(orders) and min(weights) > 0, "ngram_split",
              f"one positive whole number for each of the {len(orders)} orders")
-        need(self.ngram_rows < 2**31, "ngram_rows", "fewer than 2^31 rows")
-        smallest = min(c.high - c.low for c in self.channels)
-        need(smallest >= 2, "ngram_rows", f"at least 2 rows a hash, one being reserved (found {smallest})")
+        smallest = min(channel.high - channel.low for channel in self.channels)
+        need(self.ngram_rows < 2**31 and smallest >= 2, "ngram_rows",
+             f"at least 2 rows a hash, one being reserved (found {smallest}), and fewer than 2^31")
 
     @functools.cached_property
     def stage_list(self) -> tuple[Stage, ...]:
         """The stages of a run; a stage ends where an update cycle of the table ends."""
         stages, first, every, row = [], 0, self.ngram_update_every, self.seq_len
-        for stage in self.stages:
+        for index, stage in enumerate(self.stages):
             stage = {"until": 1.0, "batch": 1.0, "windows": (row, row), "lr": 1.0, "length": row} | stage
-            end = min(self.steps, round(stage["until"] * self.steps / every) * every) if stage["until"] < 1 else self.steps
+            end = self.steps if stage["until"] >= 1 else round(stage["until"] * self.steps / every) * every
             batch_tokens = round(stage["batch"] * self.batch_tokens) // row * row
-            stages.append(Stage(first, end, batch_tokens, tuple(stage["windows"]), stage["lr"], stage["length"]))
-            first = end
+            stages.append(Stage(index, first, min(end, self.steps), batch_tokens, tuple(stage["windows"]),
+                                stage["lr"], stage["length"]))
+            first = stages[-1].end
         return tuple(stages)
 
-    def stage_index(self, step: int) -> int:
-        """Number of the stage that a step belongs to; the end of the run belongs to the last."""
-        return next((i for i, stage in enumerate(self.stage_list) if step < stage.end), len(self.stage_list) - 1)
-
     def stage(self, step: int) -> Stage:
-        return self.stage_list[self.stage_index(step)]
+        """The stage that a step belongs to; the end of the run belongs to the last."""
+        return next((stage for stage in self.stage_list if step < stage.end), self.stage_list[-1])
 
     def tokens_before(self, step: int) -> int:
         """Tokens of all steps before this one: the position in the stream."""
         return sum(max(0, min(step, stage.end) - stage.first) * stage.batch_tokens for stage in self.stage_list)
 
     def micro_rows(self, world_size: int, batch_tokens: int) -> int:
-        """Rows of a micro-batch: the largest rank's part of a step in as few equal parts as micro_batch_tokens allows."""
+        """Rows of a micro-batch: the largest rank's part of a step in as few equal parts as micro_batch_tokens asks."""
         rows = -(-batch_tokens // self.seq_len // world_size)
-        parts = -(-rows // min(rows, self.micro_batch_tokens // self.seq_len or rows))
+        parts = -(-rows // (self.micro_batch_tokens // self.seq_len or rows))
         return -(-rows // parts)
 
     def most_micro_rows(self, world_size: int) -> int:
@@ -226,20 +214,11 @@ class Config:
         return tuple(Channel(order, low, high, high - low - 1, ROW_MULTIPLIERS[order], SIGN_MULTIPLIERS[order])
                      for order, (low, high) in zip(self.ngram_orders, channel_bounds(self)))
 
-    @property
-    def ngram_row_dim(self) -> int:
-        """Width of a row of the table. A seam."""
-        return self.ngram_dim
-
-    @property
-    def ngram_state_bytes(self) -> int:
-        """What the table's update keeps of a row: a second moment and the number of its last update. A seam."""
-        return 8
-
 
 class Stage(NamedTuple):
-    """Steps [first, end) of a run with their batch, their attention windows (short and long, in tokens), learning rate
-    factor, and the most tokens of a segment: a shorter sequence is a row with more segments, so that no shape changes."""
+    """Steps [first, end) of a run with a batch, attention windows (short and long) and a learning rate factor of their
+    own. A shorter sequence is a row with more segments, each of at most `length` tokens, so that no shape changes."""
+    index: int
     first: int
     end: int
     batch_tokens: int
@@ -267,13 +246,10 @@ TRACKS["fineweb24"] = TRACKS["fineweb"] | dict(ngram_rows=2_643_840, ngram_updat
 # On resume: what belongs to a launch is never taken from the checkpoint; what no weight depends on but for rounding may
 # change; rates may with --new_rates.
 OF_A_LAUNCH = {"device", "run_id", "out", "dry_run", "ranks", "gpu", "resume", "new_rates"}
-FREE_ON_RESUME = OF_A_LAUNCH | {"compile", "checkpoint", "checkpoint_every", "checkpoint_keep", "data", "epochs", "val_tokens",
-                                "micro_batch_tokens", "val_every", "target_loss", "sample_tokens", "head_chunk_tokens",
-                                "ngram_device"}
+FREE_ON_RESUME = OF_A_LAUNCH | {"compile", "checkpoint", "checkpoint_every", "checkpoint_keep", "data", "epochs",
+                                "val_tokens", "val_every", "micro_batch_tokens", "head_chunk_tokens", "target_loss",
+                                "sample_tokens", "ngram_device"}
 RATES = {"muon_lr", "adam_lr", "weight_decay", "ngram_lr", "ngram_wd"}
-
-FLAG_GROUPS = {"track": "run", "checkpoint": "checkpoints", "data": "data", "val_tokens": "evaluation", "layers": "model",
-               "ngram_rows": "n-gram table", "steps": "optimizer"}  # the first field of each group in --help
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
@@ -282,21 +258,21 @@ def parse_ints(text: str) -> tuple[int, ...]:
 
 def parse_flags(config_class, argv: list[str]) -> dict:
     """Field name -> value for the flags in argv: `--flag=value` or `--flag value`, dash or underscore, `--no-flag`.
-
-    Raises UserError that names an unknown flag, with the nearest that there is, or a bad value; --help exits.
-    """
+    Raises UserError that names a bad value or an unknown flag, with the nearest that there is; --help exits."""
     parser = argparse.ArgumentParser(prog="train_gpt.py", allow_abbrev=False, exit_on_error=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description=__doc__.partition("\n\nThe file")[0])
-    flags, group, own = [f for f in fields(config_class) if f.metadata], parser, {f.name for f in fields(Config)}
+    flags = [f for f in fields(config_class) if f.metadata]
+    titles, title = {f.name: f.metadata.get("group") for f in fields(Config)}, ""
+    group = functools.cache(parser.add_argument_group)
     for f in flags:
-        if f.name in FLAG_GROUPS or f.name not in own and group.title != "variant":
-            group = parser.add_argument_group(FLAG_GROUPS.get(f.name, "variant"))
-        kind, default = type(f.default), ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else \
-            dict(type=parse_ints if kind is tuple else kind, metavar=kind.__name__.upper())
-        shown = f"{f.metadata['help']} (default {default})" if default != "" else f.metadata["help"]
-        group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=shown.replace("%", "%%"), **how)
+        kind, title = type(f.default), titles.get(f.name, "variant") or title
+        how = dict(type=parse_ints if kind is tuple else kind, metavar=kind.__name__.upper())
+        if kind is bool:
+            how = dict(action=argparse.BooleanOptionalAction)
+        default = ",".join(map(str, f.default)) if kind is tuple else str(f.default)
+        how["help"] = (f.metadata["help"] + f" (default {default})" * bool(default)).replace("%", "%%")
+        group(title).add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **how)
     dashed = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in argv]
     try:
         given, unknown = parser.parse_known_args(dashed)
@@ -319,54 +295,52 @@ def parse_args(argv: list[str], config_class=Config) -> Config:
     if given.get("resume"):
         return resumed_config(given, config_class)
     track = given.setdefault("track", "fineweb" if given["device"] == "cuda" else "cpu")
-    preset = {"value_embeds": config_class.value_embeds} | TRACKS.get(track, {})
-    layers = given.get("layers", preset.get("layers", config_class.layers))  # fewer than the preset's lack some of its blocks
+    preset = {"layers": config_class.layers, "value_embeds": config_class.value_embeds} | TRACKS.get(track, {})
+    layers = given.get("layers", preset["layers"])  # fewer than the preset's lack some of its blocks
     preset["value_embeds"] = tuple(block for block in preset["value_embeds"] if block < layers)
     return config_class(**(preset | given))
 
 
 def find_device() -> str:
-    """cuda or cpu. Raises UserError where there is a GPU that torch cannot use: hours on the CPU are no answer to that."""
+    """cuda or cpu. Raises UserError for a GPU that torch cannot use: hours on the CPU are no answer to that."""
     if torch.cuda.is_available():
         return "cuda"
     if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(Path("/dev").glob("nvidia[0-9]*")):
-        built = f"for CUDA {torch.version.cuda} (is the driver older?)" if torch.version.cuda else "for the CPU"
-        raise UserError(f"--device=auto: found an NVIDIA GPU in /dev that torch {torch.__version__}, built {built}, does not "
-                        f"see, expected it to; install a torch that fits the driver, or train on the CPU with --device=cpu")
+        raise UserError(f"--device=auto: found an NVIDIA GPU in /dev that torch {torch.__version__} does not see, "
+                        f"expected it to; install a driver and a torch that fit, or train on the CPU with --device=cpu")
     return "cpu"
 
 
 def resumed_config(given: dict, config_class) -> Config:
     """The configuration of a checkpoint's run with the flags given now, which must not contradict it."""
     path = find_checkpoint(given["resume"], given.get("out", Config.out))
-    if "out" not in given and path.parent.name == "checkpoints":  # so that the run's next `latest` is found where this one was
+    if "out" not in given and path.parent.name == "checkpoints":  # the next `latest` is found where this one was
         given["out"] = str(path.parent.parent)
     saved = read_manifest(path)["config"]
-    unknown = saved.keys() ^ {f.name for f in fields(config_class)}
-    if unknown:
-        raise UserError(f"{path}: found a checkpoint that disagrees on the fields {', '.join(sorted(unknown))}, expected one "
-                        f"that this version of the trainer wrote; resume with the source beside its run's log")
+    if unknown := saved.keys() ^ {f.name for f in fields(config_class)}:
+        raise UserError(f"{path}: found a checkpoint that disagrees on the fields {', '.join(sorted(unknown))}, "
+                        f"expected none that does; resume with the source beside its run's log")
     kept = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
             if name not in OF_A_LAUNCH}
     config = config_class(**(kept | given | {"resume": str(path)}))
     here, free = json.loads(json.dumps(asdict(config))), FREE_ON_RESUME | (RATES if config.new_rates else set())
-    wrong = [f"--{name}={here[name]} (there {value})" for name, value in saved.items() if name not in free and here[name] != value]
+    wrong = [f"--{name}={here[name]} (there {value})" for name, value in saved.items()
+             if name not in free and here[name] != value]
     if wrong:
-        raise UserError(f"{path}: found flags that contradict the checkpoint: {', '.join(wrong)}; leave them out to resume "
-                        f"that run, say --new_rates to change rates, or start another without --resume")
+        raise UserError(f"{path}: found flags that contradict the checkpoint: {', '.join(wrong)}; leave them out, add "
+                        f"--new_rates to change rates, or start another run without --resume")
     return config
 
 
-# =====================================================================================================================
-# Errors, and files that are whole or absent.
-# =====================================================================================================================
+# ==== Errors, and files that are whole or absent ======================================================================
 
 class UserError(Exception):
-    """A fault that the user can mend. The message names the thing, what was found, what was expected, and the remedy."""
+    """A fault that the user can mend; names the thing, what was found, what was expected, and the remedy."""
 
 
 class FollowingError(Exception):
     """This rank failed because another had failed first, whose error this repeats."""
+    first = False
 
 
 class Stopped(SystemExit):
@@ -379,34 +353,29 @@ class Stopped(SystemExit):
 
 def describe(error: BaseException) -> str:
     """One line for the log and the end of the screen."""
-    if isinstance(error, Stopped):
-        return error.text
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".rstrip(": ")
-    remedy = "; lower --micro_batch_tokens or --head_chunk_tokens (see --dry_run)"
-    return f"error: {text}{remedy if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else ''}"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        text += "; lower --micro_batch_tokens or --head_chunk_tokens (see --dry_run)"
+    return error.text if isinstance(error, Stopped) else f"error: {text}"
 
 
 def run_command(main, *arguments, **options) -> None:
-    """main(...) as a process. What the user can mend is one line, other errors a traceback and that line; exits with 1.
-
-    Among ranks the first to fail speaks; where all fail before they have met, rank 0. torchrun's summary repeats it.
-    """
-    status, speaks = 1, os.environ.get("RANK", "0") == "0"
+    """main(...) as a process: for what the user can mend one line, else a traceback and that line; status 1. The first
+    rank to fail speaks, or rank 0 where all fail before they have met; torchrun's summary repeats it."""
+    status, text, speaks = 1, "", os.environ.get("RANK", "0") == "0"
     try:
         record(main)(*arguments, **options)
         return
-    except Stopped as stopped:
-        status, text, speaks = stopped.code, stopped.text, getattr(stopped, "first", speaks)
-    except FollowingError:
-        text = ""
     except KeyboardInterrupt:
         status, text = 130, "interrupted; run the same command again"
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status, text = 141, ""
-    except Exception as error:
+        status = 141
+    except (Exception, Stopped) as error:
         text, speaks = describe(error), getattr(error, "first", speaks)
-        if not isinstance(error, (UserError, OSError)):
+        if isinstance(error, Stopped):
+            status = error.code
+        elif not isinstance(error, (UserError, FollowingError, OSError)):
             traceback.print_exc()
     if text and speaks:
         print(f"\n{text}", file=sys.stderr, flush=True)
@@ -423,7 +392,7 @@ def flush_to_disk(path: Path) -> None:
 
 @contextmanager
 def written_whole(path: Path):
-    """Yields a path to write a file to. It gets the name of `path` where the block succeeds, and goes where it fails."""
+    """Yields a path to write to, which becomes `path` where the block succeeds and is deleted where it fails."""
     part = path.with_name(f".{path.name}.part")
     try:
         yield part
@@ -435,21 +404,18 @@ def written_whole(path: Path):
 
 
 def lock_folder(folder: Path, doing: str) -> FileLock:
-    """A lock on a folder, made if need be, that goes with the process. Raises UserError where another process holds it."""
-    lock = FileLock(folder / ".lock", timeout=0)
+    """A lock on a folder, made if need be, that goes with the process. Raises UserError where another holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return lock.acquire()
+        return FileLock(folder / ".lock", timeout=0).acquire()
     except Timeout:
-        raise UserError(f"{folder}: found another process {doing} there, expected none; wait for it, or choose another "
-                        f"--out") from None
+        found, expected = f"another process {doing} there", "none; wait for it"
     except OSError as error:
-        raise UserError(f"{folder}: found {error.strerror}, expected a folder to write to; choose another --out") from None
+        found, expected = error.strerror, "a folder to write to"
+    raise UserError(f"{folder}: found {found}, expected {expected}, or choose another --out")
 
 
-# =====================================================================================================================
-# Ranks: who this process is among the others. Plain `python` is a world of one, and runs the same code.
-# =====================================================================================================================
+# ==== Ranks: who this process is among the others. Plain `python` is a world of one, and runs the same code ===========
 
 TIMEOUT = timedelta(seconds=600)  # after which a collective whose partner is silent fails
 
@@ -468,7 +434,7 @@ class World:
         return self.rank == 0
 
     def part(self, count: int, rank: int | None = None) -> tuple[int, int]:
-        """[first, last) of `count` things that belong to a rank (default: this one); uneven and empty parts are fine."""
+        """[first, last) of `count` things that belong to a rank (default: this one), some of them one more."""
         rank = self.rank if rank is None else rank
         return rank * count // self.size, (rank + 1) * count // self.size
 
@@ -481,33 +447,27 @@ class World:
             return self.rank, mine
 
 
-def launched() -> list[int]:
-    """Rank, world size, local rank and size: torchrun's, or a world of one. Raises UserError for half a launch."""
-    if not os.environ.keys() & {"RANK", "WORLD_SIZE"}:
-        return [0, 1, 0, 1]
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
-    found = [os.environ.get(name, "") for name in names]
-    if not all(number.isdecimal() for number in found) or "MASTER_ADDR" not in os.environ:
-        raise UserError(f"environment: found {' '.join(f'{name}={value}' for name, value in zip(names, found))}, expected a "
-                        f"number for each, and MASTER_ADDR, or none of RANK and WORLD_SIZE; start with `torchrun --standalone "
-                        f"--nproc_per_node=N train_gpt.py`")
-    return [int(number) for number in found[:4]]
-
-
 @contextmanager
 def join_world(config, stop: StopSignal | None = None):
     """Join torchrun's processes, or make a world of one; yields World and leaves the process group at the end."""
-    rank, size, local_rank, local_size = launched()
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+    if launched := bool(os.environ.keys() & {"RANK", "WORLD_SIZE"}):
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+        found = [os.environ.get(name, "") for name in names]
+        if not all(number.isdecimal() for number in found) or "MASTER_ADDR" not in os.environ:
+            raise UserError(f"environment: found {' '.join(map('='.join, zip(names, found)))}, expected numbers and "
+                            f"MASTER_ADDR; start with `torchrun --standalone --nproc_per_node=N train_gpt.py`")
+        rank, size, local_rank, local_size = map(int, found[:4])
     device, backend = torch.device("cpu"), "gloo"
     if config.device == "cuda":
-        found = torch.cuda.device_count()
-        if local_rank >= found:
-            raise UserError(f"--device=cuda: found {found} GPUs, expected one for each of the {local_size} processes of this "
-                            f"host; start fewer processes, or use --device=cpu")
+        if local_rank >= (found := torch.cuda.device_count()):
+            raise UserError(f"--device=cuda: found {found} GPUs, expected one for each of {local_size} processes; "
+                            f"start fewer, or use --device=cpu")
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    store = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))[0] if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=size, timeout=TIMEOUT)
+    store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0] if launched else dist.HashStore()
+    ours = dist.PrefixStore("ranks", store)
+    dist.init_process_group(backend, store=ours, rank=rank, world_size=size, timeout=TIMEOUT)
     world = World(rank, size, local_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT), store)
     if stop:
         stop.world = world
@@ -515,7 +475,7 @@ def join_world(config, stop: StopSignal | None = None):
         yield world
     except BaseException as error:
         first, text = world.first_failure(describe(error))  # before the other ranks can notice
-        if world.device.type == "cpu":  # NCCL may wait for a partner that is gone; the process is about to end anyhow
+        if device.type == "cpu":  # NCCL may wait for a partner that is gone; the process is about to end anyhow
             dist.destroy_process_group()
         for loader in [thread for thread in threading.enumerate() if isinstance(thread, Loader)]:
             loader.end()
@@ -535,30 +495,26 @@ def together(world: World, action):
         error = str(caught)
     errors = [None] * world.size
     dist.all_gather_object(errors, error)
-    for message in errors:
-        if message is not None:
-            raise UserError(message)
+    if failed := [message for message in errors if message is not None]:
+        raise UserError(failed[0])
     return result
 
 
-class StopSignal:
-    """SIGTERM, SIGINT and SIGHUP. While `may_wait`, training ends with the update cycle under way; at other times, or asked
-    twice, or where a rank has failed (the signal is torchrun's then), the run ends at once."""
+class StopSignal(ExitStack):
+    """SIGTERM, SIGINT and SIGHUP. While `may_wait`, training ends with the update cycle under way; at other times, or
+    asked twice, or where a rank has failed (the signal is torchrun's then), the run ends at once."""
 
     def __init__(self):
-        self.signum, self.may_wait, self.world, self.previous = 0, False, None, {}
+        super().__init__()
+        self.signum, self.may_wait, self.world = 0, False, None
         self.parent = os.getppid() if "RANK" in os.environ else None  # torchrun
 
     def __enter__(self) -> StopSignal:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             ignored = signal.getsignal(signum) == signal.SIG_IGN  # as nohup and a shell's `&` ask for
-            if not ignored and threading.current_thread() is threading.main_thread():  # no other thread may set handlers
-                self.previous[signum] = signal.signal(signum, self.handle)
+            if not ignored and threading.current_thread() is threading.main_thread():  # no other thread may set one
+                self.callback(signal.signal, signum, signal.signal(signum, self.handle))
         return self
-
-    def __exit__(self, *_) -> None:
-        for signum, handler in self.previous.items():
-            signal.signal(signum, handler)
 
     def handle(self, signum: int, frame) -> None:
         at_once, self.signum = self.signum or not self.may_wait, self.signum or signum
@@ -718,16 +674,17 @@ def open_dataset(config) -> Dataset:
 
 
 def check_tokens(config, dataset: Dataset) -> None:
-    """Refuse a run for which there are too few tokens."""
-    train, val, needed = dataset.train, dataset.val, config.tokens_before(config.steps)
+    """Refuse a run for which there are too few tokens, in one error that names all flags to change."""
+    train, val, needed, faults, flags = dataset.train, dataset.val, config.tokens_before(config.steps), [], []
     if needed > train.num_rows * config.epochs * config.seq_len:
-        epochs = -(-needed // config.seq_len // max(1, train.num_rows))
-        again = f", or read them again with --epochs={epochs}" if train.num_rows else ""
-        raise UserError(f"{config.data}: found {train.num_tokens:,} train tokens, expected {needed + 1:,} for "
-                        f"{config.steps} steps; fetch or make more, run fewer --steps{again}")
+        faults.append(f"{train.num_tokens:,} train tokens, expected {needed + 1:,} for {config.steps} steps")
+        if train.num_rows:
+            flags.append(f"--epochs={-(-needed // config.seq_len // train.num_rows)} or fewer --steps")
     if config.val_tokens > (usable := val.num_rows * config.seq_len):
-        raise UserError(f"{val.shards[0].path}: found {val.num_tokens:,} validation tokens, expected "
-                        f"{config.val_tokens + 1:,}; use --val_tokens={usable} or make a larger validation shard")
+        faults.append(f"{val.num_tokens:,} validation tokens, expected {config.val_tokens + 1:,}")
+        flags.append(f"--val_tokens={usable}")
+    if faults:
+        raise UserError(f"{config.data}: found {'; '.join(faults)}; fetch or make more, or use {', and '.join(flags)}")
 
 
 def identify_data(config, dataset: Dataset, world: World) -> dict:
@@ -1812,30 +1769,30 @@ class Optimizer:
                 local.copy_(whole.chunk(self.world.size)[self.world.rank])
 
 
-# =====================================================================================================================
-# The plan of a run: what it will need, from the config alone, held against the machine before anything is allocated.
-# =====================================================================================================================
+# ==== Plan: what a run will need, from the config alone, held against the machine before anything is allocated =======
 
 # Dense bfloat16 TFLOP/s, and GB/s to the other GPUs each way (NVLink, or PCIe 4.0 x16), from the makers' data sheets.
 GPUS = {"H200": (989, 450), "H100": (989, 450), "A100": (312, 300), "L40": (181, 32), "4090": (165, 32)}
+REMEDIES = {"table_rows": "--ngram_rows", "table_state": "--ngram_rows", "table_cache": "--batch_tokens",
+            "table_gradients": "--batch_tokens", "activations": "--micro_batch_tokens", "logits": "--head_chunk_tokens"}
 
 
 def make_plan(config: Config, world: World, vocab_size: int, tokens_on_disk: int, model_class=GPT) -> dict:
-    """Parameters, tokens, bytes a rank by kind (estimates from above), exchange a step, and the times below which a step
-    of the last stage cannot be, as a flat dict. "host_" marks what lies in host memory beside a GPU."""
+    """A flat dict of parameters, tokens, bytes a rank by kind (estimates from above; "host_": in host memory beside a
+    GPU), exchange a step, and, for a known GPU, the times below which a step of the last stage cannot be."""
     size, stage = world.size, config.stage_list[-1]
     with torch.device("meta"):
         model = model_class(config, vocab_size)
-    parameters = sum(p.numel() for p in model.parameters())
-    moments = sum(p.numel() * (1 if rule_of(name, model.rules)[1].kind == "muon" else 2)
-                  for name, p in model.named_parameters())
+    counts = [(p.numel(), rule_of(name, model.rules)[1].kind) for name, p in model.named_parameters()]
+    parameters, moments = sum(n for n, _ in counts), sum(n * (1 if kind == "muon" else 2) for n, kind in counts)
     micro_tokens = config.most_micro_rows(size) * config.seq_len
-    token = config.layers * (model.kept_widths * config.model_dim + config.seq_len // 4) + 8 * config.model_dim + 2 * config.ngram_dim
+    kept = config.layers * (model.kept_widths * config.model_dim + config.seq_len // 4)  # numbers for each token
+    kept += 8 * config.model_dim + 2 * config.ngram_dim
     plan = {
         "dense_parameters": parameters, "table_parameters": config.ngram_rows * config.ngram_row_dim,
         "train_tokens_needed": config.tokens_before(config.steps) + 1, "train_tokens_on_disk": tokens_on_disk,
         "weights_and_gradients_bytes": 8 * parameters, "optimizer_bytes": 4 * (moments + parameters) // size,
-        "activations_bytes": micro_tokens * token * getattr(torch, config.dtype).itemsize,
+        "activations_bytes": micro_tokens * kept * getattr(torch, config.dtype).itemsize,
         "logits_bytes": 3 * 4 * min(config.head_chunk_tokens, micro_tokens) * model.head.shape[0],
         "dense_exchange_bytes_per_step": 2 * 4 * parameters * (size - 1) // size,
         "flops_per_token": model.flops_per_token(stage.windows),
@@ -1845,19 +1802,11 @@ def make_plan(config: Config, world: World, vocab_size: int, tokens_on_disk: int
     if config.gpu:
         tflops, link_gbs = GPUS[config.gpu]
         sent = sum(value for name, value in plan.items() if name.endswith("exchange_bytes_per_step"))
-        step_flops = plan["flops_per_token"] * stage.batch_tokens / size
-        plan["least_compute_ms_per_step"] = round(1e-9 * step_flops / tflops, 3)
+        flops = plan["flops_per_token"] * stage.batch_tokens / size
+        plan["least_compute_ms_per_step"] = round(1e-9 * flops / tflops, 3)
         plan["least_exchange_ms_per_step"] = round(1e-6 * sent / link_gbs, 3)
-    for place in ("", "host_"):
-        if parts := plan_parts(plan, place):
-            plan[f"{place}bytes_per_rank"] = sum(parts.values())
-    return plan
-
-
-def plan_parts(plan: dict, place: str) -> dict[str, int]:
-    """What a plan counts on the device (place "") or, beside a GPU, in host memory ("host_")."""
-    return {name: value for name, value in plan.items()
-            if name.endswith("_bytes") and name.startswith("host_") == bool(place)}
+    totals = {f"{place}bytes_per_rank": sum(plan_parts(plan, place).values()) for place in ("", "host_")}
+    return plan | {name: total for name, total in totals.items() if total}
 
 
 def table_plan(config: Config, world: World, tokens_on_disk: int) -> dict:
@@ -1867,23 +1816,28 @@ def table_plan(config: Config, world: World, tokens_on_disk: int) -> dict:
     rank_tokens = -(-config.batch_tokens // config.seq_len // size) * config.seq_len
     cycle_reads = rank_tokens * config.ngram_update_every * reads
     cycle_rows = min(config.ngram_rows, cycle_reads)
-    rows_bytes, state_bytes = shard * row, shard * state
-    apart = config.ngram_device == "cpu"  # in the hands of HostRows
-    if world.device.type == "cpu" or apart:
+    apart, rows_bytes, state_bytes = config.ngram_device == "cpu", shard * row, shard * state
+    if world.device.type == "cpu" or apart:  # apart: in the hands of HostRows
         tokens = min(config.tokens_before(config.steps), tokens_on_disk or math.inf)
         touched = min(shard, tokens * reads * 5 // 4 // size)  # hashes load the owners evenly, but not exactly
-        rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # its first and last page hold others' bytes too
+        rows_bytes = min(rows_bytes, touched * (row + mmap.PAGESIZE))  # first and last page hold others' bytes too
         state_bytes = min(state_bytes, touched * (state + 2 * mmap.PAGESIZE))
-    host = "host_" if apart and world.device.type != "cpu" else ""
+    host, copies = "host_" if apart and world.device.type != "cpu" else "", (size > 1) + apart
     ends = {f"{host}staging_bytes": 2 * STAGING_BYTES, "table_parts_bytes": 2 * STAGING_BYTES} if apart else {}
+    sent = cycle_rows * (size - 1) // size * (row + 4 * dim + 8)
     return {
         f"{host}table_rows_bytes": rows_bytes, f"{host}table_state_bytes": state_bytes, **ends,
-        "table_cache_bytes": 2 * cycle_rows * row * ((size > 1) + apart) * (9 if apart else 8) // 8,  # sizes are rounded up
-        "table_gradients_bytes": (1 + (size > 1) + apart) * 4 * cycle_rows * dim,
+        "table_cache_bytes": 2 * cycle_rows * row * copies * (9 if apart else 8) // 8,  # sizes are rounded up
+        "table_gradients_bytes": (1 + copies) * 4 * cycle_rows * dim,
         "sign_pool_bytes": max(1, config.ngram_signs) * dim,
         "table_plans_bytes": 16 * (6 * cycle_reads + reads * config.val_tokens // size),
-        "table_exchange_bytes_per_step": cycle_rows * (size - 1) // size * (row + 4 * dim + 8) // config.ngram_update_every,
+        "table_exchange_bytes_per_step": sent // config.ngram_update_every,
     }
+
+
+def plan_parts(plan: dict, place: str) -> dict[str, int]:
+    """What a plan counts on the device (place "") or, beside a GPU, in host memory ("host_")."""
+    return {name: n for name, n in plan.items() if name.endswith("_bytes") and name.startswith("host_") == bool(place)}
 
 
 def plan_lines(plan: dict, config: Config, world: World) -> list[str]:
@@ -1892,27 +1846,23 @@ def plan_lines(plan: dict, config: Config, world: World) -> list[str]:
         shown = f"{value / 2**20:,.1f} MiB" if "bytes" in name else f"{value:,}"
         label = re.sub("_bytes(?=$|_per_step)", "", name).replace("_", " ")
         lines.append(f"  {label:<30}{shown:>20}{' a rank' * name.endswith('_bytes')}")
-    return lines + [f"  order {c.order}: rows {c.low:,} to {c.high - 1:,}, modulus {c.modulus:,}, multipliers {c.row_factors}, of "
-                    f"signs {c.sign_factors}" for c in config.channels if config.ngram_rows]
+    return lines + [f"  order {c.order}: rows {c.low:,} to {c.high - 1:,}, modulus {c.modulus:,}, multipliers "
+                    f"{c.row_factors}, of signs {c.sign_factors}" for c in config.channels if config.ngram_rows]
 
 
 def available_bytes(world: World, place: str) -> int:
     """Memory that one rank may still take: free on its GPU, or its part of the host's (for the CPU, or "host_")."""
     if world.device.type == "cuda" and not place:
         return torch.cuda.mem_get_info(world.device)[0]
-    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if meminfo.exists():
         available = int(re.search(r"MemAvailable:\s*(\d+)", meminfo.read_text())[1]) << 10
-    if (cgroup / "memory.max").exists() and (cgroup / "memory.max").read_text().strip() != "max":
-        cache = int(re.search(r"^inactive_file (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)[1])
-        used = int((cgroup / "memory.current").read_text()) - cache
-        available = min(available, int((cgroup / "memory.max").read_text()) - used)
+    with suppress(OSError, ValueError):  # no such file, or "max": a container without a limit
+        limit = int((group / "memory.max").read_text())
+        cache = int(re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)[1])
+        available = min(available, limit - int((group / "memory.current").read_text()) + cache)
     return available // world.local_size
-
-
-REMEDIES = {"table_rows": "--ngram_rows", "table_state": "--ngram_rows", "table_cache": "--batch_tokens",
-            "table_gradients": "--batch_tokens", "activations": "--micro_batch_tokens", "logits": "--head_chunk_tokens"}
 
 
 def check_fits(plan: dict, world: World) -> None:
@@ -1920,47 +1870,40 @@ def check_fits(plan: dict, world: World) -> None:
     for place in ("", "host_"):
         needed, available = plan.get(f"{place}bytes_per_rank", 0), available_bytes(world, place)
         if needed > available:
-            name, size = max(plan_parts(plan, place).items(), key=lambda part: part[1])
+            name, largest = max(plan_parts(plan, place).items(), key=lambda part: part[1])
             part = name.removeprefix("host_").removesuffix("_bytes")
             remedy = REMEDIES.get(part, "--model_dim or --layers")
             if remedy == "--ngram_rows" and world.device.type == "cuda" and not place:
                 remedy += ", or keep the table in host memory with --ngram_device=cpu"
-            raise UserError(f"{place.replace('_', ' ')}memory: found {available / 2**30:.2f} GiB available to each of the "
-                            f"{world.local_size} ranks of this host, expected {needed / 2**30:.2f} GiB by the plan, of which "
-                            f"{part} takes {size / 2**30:.2f}; lower {remedy} (see --dry_run)")
+            raise UserError(f"{place.replace('_', ' ')}memory: found {available / 2**30:.2f} GiB available to a rank, "
+                            f"expected {needed / 2**30:.2f} GiB by the plan, of which {part} takes "
+                            f"{largest / 2**30:.2f}; lower {remedy} (see --dry_run)")
 
 
 def keep_freed_memory() -> None:
     """Have glibc keep large freed blocks: mapping and clearing them anew takes longer than the arithmetic on them."""
     if platform.libc_ver()[0] == "glibc":
-        M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 << 20)):
+        for option, value in ((-4, 0), (-1, -1), (-2, 64 << 20)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
             ctypes.CDLL(None).mallopt(option, value)
 
 
-# =====================================================================================================================
-# Log: one file a run, opened exclusively by rank 0; the sources beside it, once a folder, by their hashes. The clocks.
-# =====================================================================================================================
+# ==== Log: one file a run, opened exclusively by rank 0; the sources beside it, once a folder, by their hashes ========
 
 LOG_EVERY = 10  # steps between lines with the training loss
 
 
 def variant_of(*classes) -> dict[str, Path]:
-    """What tells variants of the trainer apart: "file: class" of the classes that stand in for Config, GPT and NgramTable,
-    with the files they come from."""
-    paths = [Path(inspect.getfile(c)).resolve() for c in classes]
+    """What tells variants apart: "file: class" of what stands in for Config, GPT and NgramTable, with the file."""
+    paths = [Path(sys.modules[c.__module__].__file__).resolve() for c in classes]
     return {f"{path.name}: {c.__name__}": path for path, c in zip(paths, classes)}
 
 
 class RunLog:
-    """Writes `out/run_id.txt` and the screen. On a terminal the training steps share one live line. Silent but on rank 0.
-
-    A log or a screen that takes no more lines (a full disk, a reader that left) is warned of in the other, and ends no run.
-    """
+    """Writes `out/run_id.txt` and the screen; silent but on rank 0. On a terminal training has one live line."""
 
     def __init__(self, config: Config, world: World, header: dict, sources: set[Path]):
-        self.main, self.total, self.run_id = world.main, config.steps, ""
-        self.live, self.lost = sys.stdout.isatty(), set()
+        self.main, self.total, self.run_id, self.lost = world.main, config.steps, "", set()
+        self.live = self.main and sys.stdout.isatty()
         if not self.main:
             return
         stamp = f"{datetime.now():%Y-%m-%d_%H%M%S}_{config.track}_seed{config.seed}_{os.urandom(2).hex()}"
@@ -1976,59 +1919,52 @@ class RunLog:
                 if not copy.exists():
                     with written_whole(copy) as part:
                         part.write_bytes(content)
-        except FileExistsError:
-            raise UserError(f"{folder if folder.is_file() else path}: found a file of that name, expected none; choose "
-                            f"another --run_id or --out") from None
         except OSError as error:
-            raise UserError(f"{path}: found {error.strerror}, expected to write the log there; choose another "
-                            f"--out") from None
+            found = "a file of that name" if isinstance(error, FileExistsError) else error.strerror
+            raise UserError(f"{folder if folder.is_file() else path}: found {found}, expected to write a log there; "
+                            f"choose another --run_id or --out") from None
         sources = {"source_sha256": digests[Path(__file__).name], "sources": digests}
         self.line("run:" + json.dumps({"format": 1, "run_id": self.run_id} | header | sources), screen=False)
-        self.show(f"log {path}\n")
+        self.write(sys.stdout, f"log {path}\n")
 
     def line(self, text: str, screen: bool = True) -> None:
         if self.main:
-            try:
-                self.file.write(text + "\n")  # what is not written waits for space
-            except OSError as error:
-                self.warn(self.file.name, error, lambda warning: print(warning, file=sys.stderr, flush=True))
+            self.write(self.file, text + "\n")
             if screen:
-                self.show(("\r\033[K" if self.live else "") + text + "\n")
+                self.write(sys.stdout, ("\r\033[K" if self.live else "") + text + "\n")
 
-    def show(self, text: str) -> None:
-        if self.main:
-            try:
-                print(text, end="", flush=True)
-            except OSError as error:  # and neither this nor the end of Python shall fail again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                self.warn("standard output", error, functools.partial(self.line, screen=False))
+    def write(self, file, text: str) -> None:
+        """To the log or the screen. One that takes no more (a full disk, a reader that left) ends no run: the other
+        gets a warning, once, and what the log could not take waits for space."""
+        try:
+            file.write(text)
+            file.flush()
+        except OSError as error:
+            if file is sys.stdout:  # so that neither this nor the end of Python fails again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+            if file not in self.lost:
+                self.lost.add(file)
+                name, other = (file.name, sys.stderr) if file is self.file else ("standard output", self.file)
+                why = f"found {error.strerror}, expected to write there; training continues"
+                self.write(other, f"warning: {name}: {why}\n")
 
-    def warn(self, what: str, error: OSError, say) -> None:
-        if what not in self.lost:
-            self.lost.add(what)
-            with suppress(OSError):
-                say(f"warning: {what}: found {error.strerror}, expected to write there; training continues")
-
-    def step(self, step: int, train_time_s: float, key: str, loss: float, **more) -> None:
-        average = train_time_s / step if step else math.nan
-        extra = "".join(f" {name}:{value}" for name, value in more.items())
+    def step(self, step: int, train_time_s: float, key: str, loss: float, more: str = "") -> None:
+        average_ms = 1e3 * train_time_s / step if step else math.nan
         self.line(f"step:{step}/{self.total} {key}:{loss:.5f} train_time:{1e3 * train_time_s:.0f}ms "
-                  f"step_avg:{1e3 * average:.2f}ms{extra}", screen=key == "val_loss" or not self.live)
+                  f"step_avg:{average_ms:.2f}ms{more}", screen=key == "val_loss" or not self.live)
 
     def progress(self, step: int, loss: float, tokens_per_s: float, left_s: float) -> None:
         if self.live:
-            self.show(f"\r\033[Kstep {step}/{self.total}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
-                      f"{left_s // 60:.0f}:{left_s % 60:02.0f} left")
+            self.write(sys.stdout, f"\r\033[Kstep {step}/{self.total}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
+                                   f"{left_s // 60:.0f}:{left_s % 60:02.0f} left")
 
 
 def run_header(config: Config, world: World, data: dict, plan: dict) -> dict:
     """What made the run, for the log's first line."""
     def git(*arguments) -> str | None:
-        try:
-            command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+        with suppress(OSError, subprocess.CalledProcessError):  # no git here, or no repository
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
-            return None
 
     info, changes = Path("/proc/cpuinfo"), git("status", "--porcelain")
     cpu = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
@@ -2064,7 +2000,7 @@ class Clock:
 
 
 class Stopwatch:
-    """Seconds that this thread spends inside `with` blocks: on a GPU those of waiting, not those of the work it gets."""
+    """Seconds that this thread spends inside `with` blocks; on a GPU those of waiting, not of the work it gets."""
     seconds = 0.0
 
     def __enter__(self) -> None:
@@ -2075,10 +2011,8 @@ class Stopwatch:
 
 
 class LossReader:
-    """Reads each step's loss two steps after it was made, so that a GPU never waits; logs it, and ends a run that diverged.
-
-    What train_step returns is equal on all ranks, so all stop at the same step, for a bad loss or as one was asked to.
-    """
+    """Reads each step's loss two steps later, so that a GPU never waits; logs it, and ends a run that diverged.
+    What train_step returns is equal on all ranks, so all stop at one step, for a bad loss or as one was asked to."""
 
     def __init__(self, world: World, log: RunLog):
         self.cuda, self.log, self.pending, self.stop = world.device.type == "cuda", log, deque(), False
@@ -2100,11 +2034,11 @@ class LossReader:
             loss, wishes = sums.tolist()
             self.stop |= wishes > 0
             if not math.isfinite(loss):
-                raise UserError(f"training loss: found {loss} after step {done - 1}, expected a finite number; lower the "
-                                f"learning rates (--muon_lr, --adam_lr, --ngram_lr)")
+                raise UserError(f"training loss: found {loss} after step {done - 1}, expected a finite number; lower "
+                                f"the learning rates (--muon_lr, --adam_lr, --ngram_lr)")
             self.log.progress(done, loss, rate, (self.log.total - done) * seconds / done)
             if done % LOG_EVERY == 0:
-                self.log.step(done, seconds, "train_loss", loss, tokens_per_s=round(rate))
+                self.log.step(done, seconds, "train_loss", loss, f" tokens_per_s:{rate:.0f}")
 
 
 def compiled_graphs() -> int:
@@ -2113,11 +2047,9 @@ def compiled_graphs() -> int:
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
-# =====================================================================================================================
-# Checkpoints: a folder that is whole or not there, written where an update cycle ends. Parameters and moments by name
-# (dense.pt, from rank 0), each rank's touched table rows (table*.pt), and manifest.json with their checksums. One run at a
-# time holds the lock of the folder they lie in.
-# =====================================================================================================================
+# ==== Checkpoints: a folder that is whole or not there, written where an update cycle ends ============================
+# Parameters and moments by name (dense.pt, from rank 0), each rank's touched table rows (table*.pt), and manifest.json
+# with their checksums. One run at a time holds the lock of the folder that they lie in.
 
 CHECKPOINT_FORMAT = 2
 
@@ -2135,28 +2067,26 @@ def find_checkpoint(resume: str, out: str) -> Path:
     if resume != "latest":
         return Path(resume)
     latest = Path(out) / "checkpoints" / "latest"
-    if not latest.is_file():
-        raise UserError(f"{latest}: found no such file, expected it to name the latest checkpoint; name a checkpoint's "
-                        f"folder with --resume=PATH, or its run's --out")
-    name = latest.read_text(errors="replace").strip()
+    name = latest.read_text(errors="replace").strip() if latest.is_file() else ""
     if not name.isprintable() or not (latest.parent / name / "manifest.json").is_file():
-        raise UserError(f"{latest}: found {name!r}, expected the name of a checkpoint beside it; use --resume=PATH")
+        raise UserError(f"{latest}: found {name or 'nothing'!r}, expected the name of a checkpoint beside it; name the "
+                        f"run's --out, or the checkpoint's folder with --resume=PATH")
     return latest.parent / name
 
 
 def read_manifest(path: Path) -> dict:
     """manifest.json of a checkpoint. Raises UserError where it is not there, damaged, or something else."""
+    found = "something else, or a damaged file"
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        digest = manifest.pop("sha256")
+        if manifest.pop("sha256") == manifest_digest(manifest) and manifest["format"] == CHECKPOINT_FORMAT:
+            return manifest
     except OSError as error:
-        raise UserError(f"{path}/manifest.json: found {error.strerror}, expected a checkpoint's folder; see --resume") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        manifest, digest = {}, None
-    if digest != manifest_digest(manifest) or manifest.get("format") != CHECKPOINT_FORMAT:
-        raise UserError(f"{path}/manifest.json: found something else or a damaged file, expected a checkpoint's manifest of "
-                        f"format {CHECKPOINT_FORMAT}; use an older checkpoint")
-    return manifest
+        found = error.strerror
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # all that JSON may say else
+        pass
+    raise UserError(f"{path}/manifest.json: found {found}, expected a checkpoint's manifest of format "
+                    f"{CHECKPOINT_FORMAT}; name a checkpoint's folder, or use an older checkpoint")
 
 
 def manifest_digest(manifest: dict) -> str:
@@ -2169,25 +2099,24 @@ def file_entry(path: Path) -> dict:
 
 
 def open_checkpoint(config: Config, data: dict, world: World, variant: list[str]) -> dict:
-    """The manifest of the checkpoint to resume, after a look at what it is of and whether its files are as they were
-    written; each rank reads its part of them. Raises UserError."""
+    """The manifest of the checkpoint to resume, once it is seen to be of this trainer and data and its files to be as
+    they were written; each rank reads its part of them. Raises UserError."""
     path = Path(config.resume)
     manifest = read_manifest(path)
     if manifest["variant"] != variant:
         raise UserError(f"{path}: found a checkpoint of {', '.join(manifest['variant'])}, expected one of "
                         f"{', '.join(variant)}; resume it with the script that wrote it")
     there, here = manifest["data"]["shards"], data["shards"]
-    if not (config.spread_rows or config.epochs > 1):  # the stream only grows where shards are added behind
-        here = here[:len(there)]
-    if here != there:
-        raise UserError(f"{config.data}: found another data set (train shards {', '.join(here)}), expected the one that {path} "
-                        f"was trained on ({', '.join(there)}); name its folder with --data")
+    grows = not config.spread_rows and config.epochs <= 1  # the stream only grows where shards are added behind
+    if there != (here[:len(there)] if grows else here):
+        raise UserError(f"{config.data}: found another data set (train shards {', '.join(here)}), expected "
+                        f"the one that {path} was trained on ({', '.join(there)}); name its folder with --data")
     for name, expected in list(manifest["files"].items())[world.rank::world.size]:
         part = path / name
         if not part.exists() or file_entry(part) != expected:
             found = f"{part.stat().st_size} bytes, or a wrong checksum" if part.exists() else "no such file"
-            raise UserError(f"{part}: found {found}, expected {expected['bytes']} bytes as they were written; the "
-                            f"checkpoint is damaged: use an older one")
+            raise UserError(f"{part}: found {found}, expected {expected['bytes']} bytes as they were written; "
+                            f"use an older one")
     return manifest
 
 
@@ -2197,40 +2126,38 @@ def write_tensors(path: Path, content: dict) -> dict:
         tensors = tensor.values() if isinstance(tensor, dict) else [tensor]
         norms = [torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors if t.is_floating_point()]
         if not all(norm.isfinite() for norm in norms):
-            raise UserError(f"{path}: found {name} that are not finite, or too large to compute with, expected finite ones to "
-                            f"save; resume an older checkpoint with lower learning rates (--new_rates)")
+            raise UserError(f"{path}: found {name} that are not finite, or too large to compute with, expected finite "
+                            f"ones; resume an older checkpoint with lower learning rates (--new_rates)")
     try:
         with open(path, "xb") as file:
             torch.save(content, file)
         flush_to_disk(path)
     except (OSError, RuntimeError) as error:  # torch makes its own of a failed write; the cause is behind it
         cause = error if isinstance(error, OSError) else error.__context__ or error
-        raise UserError(f"{path}: found {getattr(cause, 'strerror', None) or cause}, expected to write a checkpoint "
-                        f"there") from None
+        raise UserError(f"{path}: found {getattr(cause, 'strerror', None) or cause}, expected to write there") from None
     return {path.name: file_entry(path)}
 
 
 class Checkpoints:
-    """Writes a run's checkpoints to `out/checkpoints` and keeps the newest; run_ids are its own, last, and those it resumes."""
+    """Writes a run's checkpoints to `out/checkpoints` and keeps the newest. run_ids: its own, last, and earlier."""
 
     def __init__(self, config: Config, world: World, data: dict, run_ids: list[str], variant: list[str]):
-        self.config, self.world, self.folder = config, world, Path(config.out) / "checkpoints"
+        self.keep, self.world, self.run_ids = config.checkpoint_keep, world, run_ids
+        self.folder = Path(config.out) / "checkpoints"
         self.constant = {"format": CHECKPOINT_FORMAT, "variant": variant, "run_ids": run_ids, "world_size": world.size,
                          "torch": torch.__version__, "data": data, "config": asdict(config)}
 
     def save(self, trainer: Trainer, progress: Progress) -> Path:
-        """Write a checkpoint and make it the latest. A collective; where it fails, all ranks raise UserError and nothing remains."""
-        world, path = self.world, self.folder / f"{self.constant['run_ids'][-1]}_step{progress.step:06d}"
-        part = self.folder / f".{path.name}.part"
+        """Write a checkpoint, the latest from then on. A collective: it is whole, or all ranks raise UserError."""
+        world, path = self.world, self.folder / f"{self.run_ids[-1]}_step{progress.step:06d}"
+        part, files = self.folder / f".{path.name}.part", [None] * world.size
         dense = trainer.optimizer.saved()
         try:
             together(world, lambda: world.main and self.sweep(part))
-            files = together(world, lambda: self.write_parts(part, trainer, dense))
-            gathered = [None] * world.size
-            dist.all_gather_object(gathered, files)
-            manifest = self.constant | {**asdict(progress), "updates": trainer.optimizer.updates,
-                                    "table_updates": trainer.table.updates if trainer.table else 0,
-                                    "files": {name: entry for files in gathered for name, entry in files.items()}}
+            dist.all_gather_object(files, together(world, lambda: self.write_parts(part, trainer, dense)))
+            manifest = self.constant | asdict(progress) | {
+                "updates": trainer.optimizer.updates, "table_updates": trainer.table.updates if trainer.table else 0,
+                "files": {name: entry for entries in files for name, entry in entries.items()}}
             together(world, lambda: world.main and self.publish(part, path, manifest))
         except UserError:
             if world.main:
@@ -2252,22 +2179,18 @@ class Checkpoints:
         return files
 
     def publish(self, part: Path, path: Path, manifest: dict) -> None:
-        (part / "manifest.json").write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}, indent=1))
-        flush_to_disk(part / "manifest.json"), flush_to_disk(part)
+        with written_whole(part / "manifest.json") as file:
+            file.write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}, indent=1))
         if path.exists():  # a run that resumed from an older checkpoint comes by again
             self.remove(path)
         part.rename(path)
         with written_whole(self.folder / "latest") as latest:
             latest.write_text(path.name)
-        older = [old for old in self.folder.iterdir() if self.is_mine(old.name) and old != path]
+        mine = re.compile(f"({'|'.join(map(re.escape, self.run_ids))})_step[0-9]+")  # and not what a user made of one
+        older = [old for old in self.folder.iterdir() if mine.fullmatch(old.name) and old != path]
         older.sort(key=lambda old: old.stat().st_mtime, reverse=True)
-        for old in older[self.config.checkpoint_keep - 1:]:
+        for old in older[self.keep - 1:]:
             self.remove(old)
-
-    def is_mine(self, name: str) -> bool:
-        """Whether this is exactly the name of a checkpoint of the run or its predecessors; what a user made of one is the user's."""
-        run_id, _, step = name.rpartition("_step")
-        return run_id in self.constant["run_ids"] and step.isdecimal()
 
     def remove(self, path: Path) -> None:
         """Under another name first, so that nothing half-removed looks whole."""
@@ -2285,9 +2208,9 @@ def load_checkpoint(path: Path, manifest: dict, trainer: Trainer, data: dict) ->
         for name in manifest["files"]:
             if name.startswith("table"):
                 trainer.table.load_part(read(name))
-    same_target = manifest["config"]["target_loss"] == trainer.config.target_loss and manifest["data"]["val"] == data["val"]
-    met = tuple(manifest["met"]) if manifest["met"] and same_target else None
-    return Progress(manifest["step"], manifest["train_time_s"], met)
+    there, target = manifest["config"]["target_loss"], trainer.config.target_loss
+    met = manifest["met"] if there == target and manifest["data"]["val"] == data["val"] else None
+    return Progress(manifest["step"], manifest["train_time_s"], met and tuple(met))
 
 
 # =====================================================================================================================
@@ -2380,7 +2303,7 @@ class Trainer:
         config, windows, flex = self.config, self.config.stage(step).windows, self.flex if flex is None else flex
         make = self.mask if flex else attention_mask
         masks = {window: make(starts, window, flex) for window in set(windows)}
-        return dict(masks=tuple(masks[window] for window in windows), rotary=self.rotary[config.stage_index(step)],
+        return dict(masks=tuple(masks[window] for window in windows), rotary=self.rotary[config.stage(step).index],
                     tied=step < config.untie_step)
 
     def val_parts(self, parts: list | None = None):

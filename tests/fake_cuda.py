@@ -52,9 +52,9 @@ class SameThread:
         if initializer:
             initializer()
 
-    def submit(self, action):
+    def submit(self, action, *arguments):
         future = Future()
-        future.set_result(action())
+        future.set_result(action(*arguments))
         return future
 
 

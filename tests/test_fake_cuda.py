@@ -55,7 +55,7 @@ class Lines(list):
     def line(self, text, screen=True):
         self.append(text)
 
-    def step(self, step, train_time_s, key, loss, **more):
+    def step(self, step, train_time_s, key, loss, *_):
         self.append(f"{key} {step}")
 
     def progress(self, *_):

@@ -547,12 +547,30 @@ def test_bad_data_ends_in_one_clear_error(tiny, tiny_data, tmp_path, fault):
         train_gpt.main([*tiny, f"--data={folder}"])
 
 
+def test_a_small_text_is_told_all_that_it_needs_at_once(tiny, tiny_data, tmp_path):
+    folder = copy_data(tiny_data, tmp_path)
+    for fault in ("too few tokens", "too little validation"):
+        FAULTS[fault][0](folder)
+    with pytest.raises(UserError, match=r"20,001 train .* 1,000 validation .*--epochs=2 .*--val_tokens=992"):
+        train_gpt.main([*tiny, f"--data={folder}"])
+    train_gpt.main([*tiny, f"--data={folder}", "--epochs=2", "--val_tokens=992"])
+
+
 def test_bad_data_ends_every_rank(tiny, tiny_data, tmp_path):
     """The bad id lies in a shard that only rank 1 reads."""
     folder = copy_data(tiny_data, tmp_path)
     FAULTS["id too large"][0](folder)
     with pytest.raises((UserError, FollowingError), match=FAULTS["id too large"][1]):  # of rank 0, which waits for none
         main_on_ranks(3, [*tiny, f"--data={folder}"])
+
+
+def test_compile_without_a_compiler_is_told_so(tiny, tmp_path):
+    environment = {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "train_gpt.py", *tiny, "--compile", "--run_id=r"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"^error: --compile: found that torch cannot .*, expected a C\+\+ compiler", done.stderr, re.M)
+    assert "there is no C++ compiler" in (tmp_path / "logs/r.txt").read_text()  # of the table's loops
 
 
 def test_epochs_read_the_data_again(tiny, tmp_path):
