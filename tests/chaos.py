@@ -1,10 +1,13 @@
 """Kill a training run at random moments, resume from the disk, and end where an undisturbed run ends, bit for bit.
 
     python tests/chaos.py [--kills 20] [--ranks 1] [--seed 0]
+    python tests/chaos.py --full_disk 20 [--ranks 1]           nobody is killed, but the disk is full now and then
 
 Every update cycle, of two steps, writes a checkpoint. Most kills wait for a random step, then for the next checkpoint
 to be begun, and then up to 20 milliseconds; some hit a run that is only starting. All processes of the run are killed
-with SIGKILL. The exit status is 1 where anything is lost.
+with SIGKILL. A full disk is a limit to the size of files (RLIMIT_FSIZE) that is set on running processes, of random
+size, for a random time: checkpoints, log and screen fail in the midst of a write. The exit status is 1 where anything
+is lost.
 """
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import argparse
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -212,15 +216,56 @@ def chaos(folder: Path, kills: int, ranks: int, shuffle: random.Random) -> None:
           f"{tensors} tensors of the last checkpoint are equal bit for bit")
 
 
+def full_disk(folder: Path, times: int, ranks: int, shuffle: random.Random) -> None:
+    """Raises Lost."""
+    steps = 40 + 4 * times
+    write_shard(folder / "chaos_train_1.bin", markov_tokens(steps * 512 + 1, 2))
+    write_shard(folder / "chaos_val_1.bin", markov_tokens(600, 3))
+    expected = Attempt(folder, folder / "undisturbed", steps, ranks).until_end()
+    out, filled = folder / "disturbed", 0
+    attempt = Attempt(folder, out, steps, ranks)
+    attempt.until_step(1)
+    log = next(path for path in out.glob("*.txt"))
+
+    def limit(size: int) -> None:
+        for pid in family(attempt.process.pid):
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def last_step() -> int:
+        return max(map(int, re.findall(r"^step:(\d+)/", log.read_text(), re.MULTILINE)))
+
+    while filled < times and attempt.process.poll() is None and last_step() < steps - 15:
+        limit(shuffle.randint(100, 30_000))
+        time.sleep(shuffle.uniform(0.01, 0.2))
+        limit(resource.RLIM_INFINITY)
+        filled += 1
+        time.sleep(shuffle.uniform(0.01, 0.2))
+    attempt.until_end()
+    shown = log.read_text()
+    inspect(out)
+    tensors, reference, mine = compare(out, folder / "undisturbed", shown, expected), values(expected), values(shown)
+    if wrong := {key: loss for key, loss in mine.items() if reference[key] != loss} or reference.keys() - mine.keys():
+        raise Lost(f"the losses {wrong}, which differ from those of the undisturbed run, or lack")
+    refused = len(re.findall(r"^warning: no checkpoint at step", shown, re.MULTILINE))
+    print(f"{steps} steps, ranks: {ranks}; the disk was full {filled} times; {refused} checkpoints were not written; all "
+          f"{len(reference)} losses stand in the log in the end, and they and all {tensors} tensors of the last "
+          f"checkpoint are equal bit for bit")
+    if not refused:
+        raise Lost("the point of it: no checkpoint met a full disk; take another --seed")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--full_disk", type=int, default=0, metavar="TIMES")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            chaos(Path(folder), args.kills, args.ranks, random.Random(args.seed))
+            act, count = (full_disk, args.full_disk) if args.full_disk else (chaos, args.kills)
+            act(Path(folder), count, args.ranks, random.Random(args.seed))
         except Lost as lost:
             print(f"error: {lost}", file=sys.stderr)
             return 1
