@@ -530,9 +530,8 @@ class StopSignal(ExitStack):
         return self.signum > 0
 
 
-# =====================================================================================================================
-# Tokens: shards on disk, one stream of rows, each rank's batches, made ahead in a thread; the tokenizer beside them.
-# =====================================================================================================================
+# ==== Tokens ==========================================================================================================
+# Shards on disk, one stream of rows, each rank's batches, made ahead in a thread; the tokenizer beside them.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 GPT2_VOCAB_SIZE, GPT2_DOC_START = 50257, 50256
@@ -817,10 +816,9 @@ def load_tokenizer(folder: str | Path, vocab_size: int):
     return tokenizer
 
 
-# =====================================================================================================================
-# N-gram table: rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
+# ==== N-gram table ====================================================================================================
+# Rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
 # Its seams: Config.channels, NgramTable.addresses, read, add_grad, update_rows. Storage: zeros_where_touched, HostRows.
-# =====================================================================================================================
 
 # Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are those of
 # modded-nanogpt pull request #360, as are the signs, the one second moment a row and the decay.
@@ -1342,10 +1340,9 @@ class HostRows:
             self.table.update_rows(torch.from_numpy(owned)[part], part_grads, update, lr)
 
 
-# =====================================================================================================================
-# Model: a pre-norm GPT with rotary positions, attention inside a segment, squared-ReLU MLPs, a softcapped loss, and a
+# ==== Model ===========================================================================================================
+# A pre-norm GPT with rotary positions, attention inside a segment, squared-ReLU MLPs, a softcapped loss, and a
 # residual stream that takes in the token embedding and the n-gram memory before every block.
-# =====================================================================================================================
 
 ROTARY_BASE = 10_000.0
 SOFTCAP, SHIFT, WIDTH = 23.0, 5.0, 7.5  # logits become SOFTCAP * sigmoid((logit + SHIFT) / WIDTH), as in recent records
@@ -1618,10 +1615,9 @@ def build_model(config: Config, vocab_size: int, model_class=GPT) -> GPT:
     return model
 
 
-# =====================================================================================================================
-# Optimizer: update rules and schedules, pure functions of tensors and of the step; then parameters in flat buffers, of
+# ==== Optimizer =======================================================================================================
+# Update rules and schedules, pure functions of tensors and of the step; then parameters in flat buffers, of
 # which each rank updates its part. (The table's rule, row_adam_update, stands with the table.)
-# =====================================================================================================================
 
 # Polar Express, arXiv:2505.16932: the best polynomials a x + b x^3 + c x^5, one a step, for singular values from 1e-3.
 POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -2116,7 +2112,7 @@ def open_checkpoint(config: Config, data: dict, world: World, variant: list[str]
         if not part.exists() or file_entry(part) != expected:
             found = f"{part.stat().st_size} bytes, or a wrong checksum" if part.exists() else "no such file"
             raise UserError(f"{part}: found {found}, expected {expected['bytes']} bytes as they were written; "
-                            f"use an older one")
+                            f"the checkpoint is damaged: use an older one")
     return manifest
 
 
@@ -2213,9 +2209,7 @@ def load_checkpoint(path: Path, manifest: dict, trainer: Trainer, data: dict) ->
     return Progress(manifest["step"], manifest["train_time_s"], met and tuple(met))
 
 
-# =====================================================================================================================
-# Training, evaluation and sampling.
-# =====================================================================================================================
+# ==== Training, evaluation and sampling ===============================================================================
 
 WARMUP_STEPS = 2  # of each stage, untimed, before the clock starts; all that they change is put back
 
@@ -2473,9 +2467,7 @@ def conclude(trainer: Trainer, log: RunLog, tokenizer, progress: Progress, check
     return val_loss
 
 
-# =====================================================================================================================
-# Main.
-# =====================================================================================================================
+# ==== Main ============================================================================================================
 
 def main(argv: list[str] | None = None, config_class=Config, model_class=GPT, table_class=NgramTable) -> float:
     """Run what the command line asks for, with a variant's classes. Returns the final validation loss, or nan."""
