@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 
 ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL).install()  # before torch first asks whether there is a GPU
 
@@ -166,3 +167,5 @@ if __name__ == "__main__":
             print(f"{fault.__name__}: not found, {train(fault=fault)}")
         except Exception as error:
             print(f"{fault.__name__}: {type(error).__name__}: {error}".splitlines()[0])
+        for loader in [thread for thread in threading.enumerate() if isinstance(thread, train_gpt.Loader)]:
+            loader.end()  # as join_world does: one that works while Python ends makes it crash
