@@ -2518,8 +2518,8 @@ def run(config: Config, world: World, dataset: Dataset, plan: dict, stop: StopSi
             try:
                 trainer.warm_up()
             except torch._dynamo.exc.BackendCompilerFailed as error:
-                raise UserError(f"--compile: found that torch cannot compile ({error.inner_exception}), expected a C++ compiler "
-                                f"(g++ on Debian) or, on a GPU, triton; install it, or use --no_compile") from error
+                raise UserError(f"--compile: found that torch cannot compile ({error.inner_exception}), expected a C++ "
+                                f"compiler (g++) or, on a GPU, triton; install it, or use --no_compile") from error
             if resumed:
                 progress = load_checkpoint(Path(config.resume), resumed, trainer, data)
                 run_ids = resumed["run_ids"] + run_ids

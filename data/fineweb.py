@@ -62,8 +62,8 @@ def reason(error: Exception) -> str:
 def fetch_shard(name: str, out: Path, staging: Path) -> list:
     """Bring one shard into out, checked whole; returns its entry for the hashes.
 
-    huggingface_hub resumes what broke off, and waits and tries again as the hub asks. What comes broken, from the hub or
-    from the client's own cache, is fetched once more.
+    huggingface_hub resumes what broke off, and waits and tries again as the hub asks. What comes broken, from the hub
+    or from the client's own cache, is fetched once more.
     """
     from huggingface_hub import hf_hub_download
     for is_last in (False, True):

@@ -248,8 +248,8 @@ def full_disk(folder: Path, times: int, ranks: int, shuffle: random.Random) -> N
     if wrong := {key: loss for key, loss in mine.items() if reference[key] != loss} or reference.keys() - mine.keys():
         raise Lost(f"the losses {wrong}, which differ from those of the undisturbed run, or lack")
     refused = len(re.findall(r"^warning: no checkpoint at step", shown, re.MULTILINE))
-    print(f"{steps} steps, ranks: {ranks}; the disk was full {filled} times; {refused} checkpoints were not written; all "
-          f"{len(reference)} losses stand in the log in the end, and they and all {tensors} tensors of the last "
+    print(f"{steps} steps, ranks: {ranks}; the disk was full {filled} times; {refused} checkpoints were not written; "
+          f"all {len(reference)} losses stand in the log in the end, and they and all {tensors} tensors of the last "
           f"checkpoint are equal bit for bit")
     if not refused:
         raise Lost("the point of it: no checkpoint met a full disk; take another --seed")

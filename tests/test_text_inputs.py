@@ -1,4 +1,4 @@
-"""data/text.py reads what a person would call the text, however it arrives, says what it leaves out, refuses the rest."""
+"""data/text.py reads what a person would call the text, however it arrives, says what it leaves out, refuses others."""
 from __future__ import annotations
 
 import json
