@@ -681,9 +681,10 @@ def check_tokens(config, dataset: Dataset) -> None:
             flags.append(f"--epochs={-(-needed // config.seq_len // train.num_rows)} or fewer --steps")
     if config.val_tokens > (usable := val.num_rows * config.seq_len):
         faults.append(f"{val.num_tokens:,} validation tokens, expected {config.val_tokens + 1:,}")
-        flags.append(f"--val_tokens={usable}")
+        flags += [f"--val_tokens={usable}"] if usable else []
     if faults:
-        raise UserError(f"{config.data}: found {'; '.join(faults)}; fetch or make more, or use {', and '.join(flags)}")
+        advice = ", or use " * bool(flags) + ", and ".join(flags)
+        raise UserError(f"{config.data}: found {'; '.join(faults)}; fetch or make more{advice}")
 
 
 def identify_data(config, dataset: Dataset, world: World) -> dict:
@@ -818,7 +819,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int):
 
 # ==== N-gram table ====================================================================================================
 # Rows addressed by hashes of the last tokens, sharded over ranks, updated where a step touched them.
-# Its seams: Config.channels, NgramTable.addresses, read, add_grad, update_rows. Storage: zeros_where_touched, HostRows.
+# Its seams: Config.channels, NgramTable.addresses, read, add_grad, update_rows, forget; zeros_where_touched, HostRows.
 
 # Odd multipliers below 2^16, so that products with ids below 2^16 stay below 2^32. Orders 2 and 3 are those of
 # modded-nanogpt pull request #360, as are the signs, the one second moment a row and the decay.
@@ -1194,7 +1195,8 @@ class NgramTable:
             self.host.thread.wait()
 
     def forget(self, ids: Tensor | np.ndarray) -> None:
-        """Rows `ids` of the shard as they are before the first update, and the count of updates too."""
+        """Rows `ids` of the shard as they are before the first update, and the count of updates too. A seam: what else
+        an update changes, warm-up leaves as it was."""
         self.wait()
         for state in (self.rows, self.second, self.last):
             state.index_fill_(0, torch.as_tensor(ids).to(state.device), 0)
@@ -1713,6 +1715,12 @@ class Optimizer:
             groups.setdefault((rule, p.shape[-2:] if rule.kind == "muon" else pattern), {})[name] = p
         self.buckets = [Bucket(rule, params, world) for (rule, _), params in groups.items()]
 
+    def forget(self) -> None:
+        """No moments and no updates, as before the first step."""
+        self.updates = 0
+        for moment in (part for bucket in self.buckets for kind, part in bucket.local.items() if kind != "weights"):
+            moment.zero_()
+
     @torch.no_grad()
     def step(self, scale: float, momentum: float, batch_tokens: int, tied: bool) -> None:
         """Average the gradients of loss sums over the step's tokens, update, and zero them. A tied head has none."""
@@ -1907,7 +1915,7 @@ class RunLog:
         path, digests = folder / f"{self.run_id}.txt", {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "x", encoding="utf-8", buffering=1)
+            self.file = open(path, "x", encoding="utf-8", buffering=1 << 20)
             for source in sorted({Path(__file__).resolve(), *sources}):
                 content = source.read_bytes()
                 digests[source.name] = hashlib.sha256(content).hexdigest()
@@ -1931,9 +1939,10 @@ class RunLog:
 
     def write(self, file, text: str) -> None:
         """To the log or the screen. One that takes no more (a full disk, a reader that left) ends no run: the other
-        gets a warning, once, and what the log could not take waits for space."""
+        gets a warning, once, and what the log could not take waits for space, up to 1 MiB of it."""
+        encoding = file.encoding or "utf-8"
         try:
-            file.write(text)
+            file.write(text.encode(encoding, "backslashreplace").decode(encoding))
             file.flush()
         except OSError as error:
             if file is sys.stdout:  # so that neither this nor the end of Python fails again
@@ -2177,20 +2186,18 @@ class Checkpoints:
     def publish(self, part: Path, path: Path, manifest: dict) -> None:
         with written_whole(part / "manifest.json") as file:
             file.write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}, indent=1))
-        if path.exists():  # a run that resumed from an older checkpoint comes by again
-            self.remove(path)
+        removed = self.folder / f".{path.name}.removed.part"
+        if path.exists():  # of an earlier run of this name, whose log is gone
+            path.rename(removed)
         part.rename(path)
         with written_whole(self.folder / "latest") as latest:
             latest.write_text(path.name)
         mine = re.compile(f"({'|'.join(map(re.escape, self.run_ids))})_step[0-9]+")  # and not what a user made of one
         older = [old for old in self.folder.iterdir() if mine.fullmatch(old.name) and old != path]
         older.sort(key=lambda old: old.stat().st_mtime, reverse=True)
-        for old in older[self.keep - 1:]:
-            self.remove(old)
-
-    def remove(self, path: Path) -> None:
-        """Under another name first, so that nothing half-removed looks whole."""
-        shutil.rmtree(path.rename(self.folder / f".{path.name}.removed.part"))
+        for old in older[self.keep - 1:]:  # under another name first, so that nothing half-removed looks whole
+            shutil.rmtree(old.rename(self.folder / f".{old.name}.removed.part"))
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def load_checkpoint(path: Path, manifest: dict, trainer: Trainer, data: dict) -> Progress:
@@ -2348,7 +2355,7 @@ class Trainer:
             if table:
                 table.forget(plan.owned)
         self.model.load_state_dict(build_model(config, self.dataset.vocab_size, self.model_class).state_dict())
-        self.optimizer = Optimizer(self.model, config, self.world)
+        self.optimizer.forget()
         self.table_time, self.host_time = Stopwatch(), Stopwatch()
         if table and table.host:
             table.host.thread.worked_s = 0.0

@@ -1,11 +1,15 @@
 """The trainer: model, update rules, schedules, plans, and whole runs on one and several ranks."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 
@@ -648,3 +652,34 @@ def test_a_sample_is_in_the_words_of_the_tokenizer(tiny, tiny_data, tmp_path, ca
     (folder / "tokenizer.tiktoken").write_bytes(b"YQ== 0\n")
     with pytest.raises(UserError, match="tokenizer.tiktoken: found 2 ids, expected the shards' 61"):
         train_gpt.main([*tiny, f"--data={folder}"])
+
+
+def test_a_screen_that_cannot_show_a_character_loses_no_line(tiny, tmp_path):
+    """The log keeps it as it is; the screen gets its number."""
+    config = parse_args(tiny)
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with join_world(config) as world, contextlib.redirect_stdout(screen):
+        log = train_gpt.RunLog(dataclasses.replace(config, run_id="r"), world, {}, set())
+        log.line("caf\u00e9 \ufffd")
+        log.line("behind it")
+    assert (tmp_path / "logs/r.txt").read_text(encoding="utf-8").endswith("caf\u00e9 \ufffd\nbehind it\n")
+    assert screen.buffer.getvalue().decode().endswith("caf\\xe9 \\ufffd\nbehind it\n")
+
+
+def test_lines_wait_for_space_on_the_disk(tiny, tmp_path, capsys):
+    """More of them than one block holds."""
+    config = parse_args([*tiny, "--run_id=r"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with join_world(config) as world:
+        log = train_gpt.RunLog(config, world, {}, set())
+        before = (tmp_path / "logs/r.txt").stat().st_size
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before + 100, limits[1]))
+        for i in range(3000):
+            log.line(f"line {i}", screen=False)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+        log.line("space")
+    lines = (tmp_path / "logs/r.txt").read_text().splitlines()[1:]
+    assert lines == [*(f"line {i}" for i in range(3000)), "space"]
+    assert capsys.readouterr().err.count("found File too large, expected to write there; training continues") == 1
