@@ -253,7 +253,10 @@ RATES = {"muon_lr", "adam_lr", "weight_decay", "ngram_lr", "ngram_wd"}
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.strip("()[] ").split(",") if part.strip())
+    try:
+        return tuple(int(part) for part in text.strip("()[] ").split(",") if part.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected whole numbers with commas between") from None
 
 
 def parse_flags(config_class, argv: list[str]) -> dict:

@@ -106,6 +106,7 @@ def test_flags(arguments, field, value):
     (["--zzz=1"], "--zzz=1: found no such flag; --help"),
     (["--checkpont-every=3"], "--checkpont-every=3: .* did you mean --checkpoint-every[?]"),
     (["rows"], "rows: found no such flag"),
+    (["--ngram_orders=2,x"], "--ngram-orders: found '2,x', expected whole numbers with commas between"),
     (["--layers=two"], "--layers.*two"), (["--layers=0"], "--layers: found 0, expected a finite number, 1 or more"),
     (["--batch_tokens=1000"], "--batch_tokens"), (["--heads=3"], "--heads"), (["--compile=maybe"], "--compile"),
     (["--device=tpu"], "--device"), (["--adam_lr=nan"], "--adam_lr"), (["--seed=-1"], "--seed"),
